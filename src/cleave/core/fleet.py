@@ -1,32 +1,375 @@
 """Profiles of a fleet's devices, as columns of numbers.
 
-A profile says what a device can do: FLOP/s, bytes/s down and up, latency, usable memory. Everything downstream (cost,
-bound, planner, simulator) works on whole columns, so a fleet is one struct of arrays and not a list of objects. This
-module checks profiles and reads and writes the fleet CSV as text; it opens no file and draws no number (`sampling`
-does).
+A profile says what a device can do: FLOP/s, bytes/s down and up, latency, usable memory. Everything
+downstream (cost, bound, planner, simulator) works on whole columns, so a fleet is one struct of arrays and
+not a list of objects. This module checks profiles and reads and writes the fleet CSV as text; it opens no
+file and draws no number (`sampling` does).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import csv
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import isnan
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cleave.errors import FleetError
+
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+_REQUIRED: Final = ("flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "latency_s", "memory_bytes")
+_OPTIONAL: Final = ("watts", "embodied_kgco2e")
+_HEADER: Final = ("device", *_REQUIRED)
+_LONGEST_TEXT: Final = 200
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+def _absent() -> Floats:
+    return np.empty(0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Profiles:
-    """One entry per device in every column; rates are sustained, memory is what may be used."""
+    """One entry per device in every column; rates are sustained, memory is what may be used.
+
+    Building one checks it: a Profiles that exists is usable. Cost: a few milliseconds for 8,192 devices.
+    """
 
     names: tuple[str, ...]
+    """Unique; `server` is reserved for the server's own share of a plan."""
     flops_per_s: Floats
     down_bytes_per_s: Floats
     up_bytes_per_s: Floats
     latency_s: Floats
+    """A round trip between server and device with nothing in the queue."""
     memory_bytes: Floats
+    watts: Floats = field(default_factory=_absent)
+    """Drawn at load by the whole device; NaN where unknown, as are all when left out."""
+    embodied_kgco2e: Floats = field(default_factory=_absent)
+    """Emitted by making the device; NaN where unknown, as are all when left out."""
+    device_class: tuple[str, ...] = ()
+    """phone, laptop, ...; empty text where unknown."""
+    country: tuple[str, ...] = ()
+    """Two letters, lower case; empty text where unknown."""
+
+    def __post_init__(self) -> None:
+        count = len(self.names)
+        if count == 0:
+            raise FleetError("a fleet needs at least one device, but none was given; add one")
+        for column, given in _numeric(self).items():
+            values = np.asarray(given, dtype=np.float64).view()
+            if column in _OPTIONAL and values.size == 0:
+                values = np.full(count, np.nan)
+            values.flags.writeable = False
+            object.__setattr__(self, column, values)
+        object.__setattr__(self, "device_class", self.device_class or ("",) * count)
+        object.__setattr__(self, "country", self.country or ("",) * count)
+        _check_lengths(self)
+        _check_texts(self)
+        _check_numbers(self)
 
     def __len__(self) -> int:
         return len(self.names)
+
+    def take(self, indices: Ints) -> Profiles:
+        """The profiles of some devices, in the order given."""
+        chosen: list[int] = indices.tolist()
+        return Profiles(
+            names=tuple(self.names[i] for i in chosen),
+            flops_per_s=self.flops_per_s[indices],
+            down_bytes_per_s=self.down_bytes_per_s[indices],
+            up_bytes_per_s=self.up_bytes_per_s[indices],
+            latency_s=self.latency_s[indices],
+            memory_bytes=self.memory_bytes[indices],
+            watts=self.watts[indices],
+            embodied_kgco2e=self.embodied_kgco2e[indices],
+            device_class=tuple(self.device_class[i] for i in chosen),
+            country=tuple(self.country[i] for i in chosen),
+        )
+
+
+class _DeviceFault(FleetError):
+    """A fault of one device, whose index lets `read_csv` name the line."""
+
+    def __init__(self, index: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.index = index
+
+
+def _numeric(profiles: Profiles) -> dict[str, Floats]:
+    return {
+        "flops_per_s": profiles.flops_per_s,
+        "down_bytes_per_s": profiles.down_bytes_per_s,
+        "up_bytes_per_s": profiles.up_bytes_per_s,
+        "latency_s": profiles.latency_s,
+        "memory_bytes": profiles.memory_bytes,
+        "watts": profiles.watts,
+        "embodied_kgco2e": profiles.embodied_kgco2e,
+    }
+
+
+def _check_lengths(profiles: Profiles) -> None:
+    shapes = {column: values.shape for column, values in _numeric(profiles).items()}
+    shapes["device_class"] = (len(profiles.device_class),)
+    shapes["country"] = (len(profiles.country),)
+    for column, shape in shapes.items():
+        if shape != (len(profiles),):
+            raise FleetError(
+                f"{column} needs one entry for each of the {len(profiles)} devices, but has shape {shape}; "
+                "give every column the same length"
+            )
+
+
+def _check_texts(profiles: Profiles) -> None:
+    names = profiles.names
+    distinct = set(names)
+    if "" in distinct:
+        i = names.index("")
+        raise _DeviceFault(i, f"every device needs a name, but number {i + 1} has none; name it")
+    if "server" in distinct:
+        i = names.index("server")
+        raise _DeviceFault(i, "the name 'server' is reserved for the server itself; rename that device")
+    if len(distinct) < len(names):
+        i = _second_of_a_pair(names)
+        raise _DeviceFault(
+            i, f"device names must be unique, but {_shown(names[i])} comes twice; rename one of them"
+        )
+    texts = {"device": names, "class": profiles.device_class, "country": profiles.country}
+    for column, entries in texts.items():
+        for text in dict.fromkeys(entries):
+            # What a line of CSV, of a log or of a table can carry unchanged.
+            if not text.isprintable() or text != text.strip() or len(text) > _LONGEST_TEXT:
+                raise _DeviceFault(
+                    entries.index(text),
+                    f"{column} must be printable text of at most {_LONGEST_TEXT} characters without spaces "
+                    f"at its ends, but is {_shown(text)}; change it",
+                )
+
+
+def _second_of_a_pair(names: Sequence[str]) -> int:
+    first = {name: i for i, name in reversed(list(enumerate(names)))}
+    return next(i for i, name in enumerate(names) if first[name] != i)
+
+
+def _check_numbers(profiles: Profiles) -> None:
+    for column, values in _numeric(profiles).items():
+        if column == "latency_s":
+            good, expected = values >= 0, "a finite number of at least 0"
+        elif column in _OPTIONAL:
+            good, expected = (values >= 0) | np.isnan(values), "a finite number of at least 0, or unknown"
+        else:
+            good, expected = values > 0, "a finite number above 0"
+        good &= values != np.inf
+        if not good.all():
+            i = int(np.argmin(good))
+            raise _DeviceFault(
+                i,
+                f"{column} of device {_shown(profiles.names[i])} must be {expected}, but is "
+                f"{float(values[i])}; correct it or leave the device out",
+            )
+
+
+def read_csv(text: str, source: str) -> Profiles:
+    """Profiles from the text of a fleet CSV; `source` names it in errors.
+
+    Columns may come in any order and unknown ones are ignored, so that a fleet can carry notes. An empty
+    cell of an optional column means unknown.
+    """
+    lines, rows = _split(text, source)
+    if not rows:
+        raise FleetError(
+            f"{source} is empty; a fleet file needs the header {','.join(_HEADER)} and one device a line"
+        )
+    header = _checked_header(rows.pop(0), source)
+    if not rows:
+        raise FleetError(f"{source} has a header but no device; add one device a line")
+    del lines[0]
+    _fit(rows, len(header), lines, source)
+    columns = dict(zip(header, zip(*rows, strict=True), strict=True))
+    names = _stripped(columns["device"])
+    numbers = {
+        column: _numbers(columns[column], column, names, lines, source)
+        for column in (*_REQUIRED, *_OPTIONAL)
+        if column in columns
+    }
+    try:
+        return Profiles(
+            names=names,
+            **numbers,
+            device_class=_stripped(columns.get("class", ())),
+            country=_stripped(columns.get("country", ())),
+        )
+    except _DeviceFault as fault:
+        raise FleetError(f"{source}, line {lines[fault.index]}: {fault}") from None
+
+
+def write_csv(profiles: Profiles) -> str:
+    """The fleet CSV of profiles; `read_csv` gives the very same profiles back, to the last bit.
+
+    Optional columns are written where something is known in them.
+    """
+    columns: dict[str, Iterable[str]] = {"device": map(_quoted, profiles.names)}
+    numeric = _numeric(profiles)
+    for column in _REQUIRED:
+        columns[column] = map(repr, _plain(numeric[column]))
+    if any(profiles.device_class):
+        columns["class"] = map(_quoted, profiles.device_class)
+    if any(profiles.country):
+        columns["country"] = map(_quoted, profiles.country)
+    for column in _OPTIONAL:
+        if not np.isnan(numeric[column]).all():
+            columns[column] = ("" if isnan(value) else repr(value) for value in _plain(numeric[column]))
+    rows = [",".join(columns), *map(",".join, zip(*columns.values(), strict=True))]
+    return "\n".join(rows) + "\n"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnSummary:
+    """One column over the devices where it is known."""
+
+    column: str
+    known: int
+    p10: float
+    p50: float
+    p90: float
+    total: float | None
+    """None where a sum has no meaning (latency)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetSummary:
+    """What `cleave fleet show` says of a fleet."""
+
+    devices: int
+    classes: tuple[tuple[str, int], ...]
+    """Most frequent first; devices without a class count as `unknown`."""
+    countries: tuple[tuple[str, int], ...]
+    columns: tuple[ColumnSummary, ...]
+    """Columns in which nothing is known are absent."""
+
+
+def describe(profiles: Profiles) -> FleetSummary:
+    """Counts, quantiles and totals of a fleet."""
+    summaries: list[ColumnSummary] = []
+    for column, values in _numeric(profiles).items():
+        known = values[~np.isnan(values)]
+        if known.size == 0:
+            continue
+        p10, p50, p90 = _plain(np.quantile(known, (0.1, 0.5, 0.9)))
+        total = None if column == "latency_s" else float(known.sum())
+        summaries.append(
+            ColumnSummary(column=column, known=known.size, p10=p10, p50=p50, p90=p90, total=total)
+        )
+    return FleetSummary(
+        devices=len(profiles),
+        classes=_counted(profiles.device_class),
+        countries=_counted(profiles.country),
+        columns=tuple(summaries),
+    )
+
+
+def _counted(texts: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    return tuple(Counter(text or "unknown" for text in texts).most_common())
+
+
+def _plain(values: Floats) -> list[float]:
+    return values.tolist()
+
+
+def _shown(text: str) -> str:
+    """Text from outside, safe and short enough for one sentence."""
+    return repr(text) if len(text) <= 60 else f"{text[:60]!r}..."
+
+
+def _quoted(text: str) -> str:
+    if "," in text or '"' in text:
+        return '"' + text.replace('"', '""') + '"'
+    return text
+
+
+def _stripped(cells: Iterable[str]) -> tuple[str, ...]:
+    return tuple(map(str.strip, cells))
+
+
+def _split(text: str, source: str) -> tuple[list[int], list[list[str]]]:
+    """The rows that are not blank, and the line number of each."""
+    text = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    reader = csv.reader(text.split("\n"), skipinitialspace=True)
+    lines: list[int] = []
+    rows: list[list[str]] = []
+    line = 0
+    try:
+        for line, row in enumerate(reader, start=1):
+            if reader.line_num > line:
+                raise FleetError(
+                    f"{source}, line {line}: a quote opens and does not close on that line; close it"
+                )
+            if any(map(str.strip, row)):
+                lines.append(line)
+                rows.append(row)
+    except csv.Error as error:
+        raise FleetError(
+            f"{source}, line {line + 1}: expected comma-separated cells, but {error}; correct that line"
+        ) from None
+    return lines, rows
+
+
+def _checked_header(cells: list[str], source: str) -> list[str]:
+    header = list(_stripped(cells))
+    while not header[-1]:
+        header.pop()
+    missing = [column for column in _HEADER if column not in header]
+    if missing:
+        raise FleetError(
+            f"{source} lacks {', '.join(missing)}: its first line should be {','.join(_HEADER)}, but is "
+            f"{_shown(','.join(header))}; add what is missing"
+        )
+    twice = [column for column in (*_HEADER, "class", "country", *_OPTIONAL) if header.count(column) > 1]
+    if twice:
+        raise FleetError(f"{source} needs each column once, but has {twice[0]} twice; keep one of them")
+    return header
+
+
+def _fit(rows: list[list[str]], width: int, lines: Sequence[int], source: str) -> None:
+    """Make every row as wide as the header.
+
+    Spreadsheets pad short tables with empty cells at the end of a line; those carry nothing and are cut off.
+    """
+    for line, row in zip(lines, rows, strict=True):
+        if len(row) == width:
+            continue
+        if len(row) < width or any(map(str.strip, row[width:])):
+            raise FleetError(
+                f"{source}, line {line}: expected {width} cells as in the header, but came {len(row)}; "
+                "give every device all columns, with a decimal point and no thousands separator"
+            )
+        del row[width:]
+
+
+def _numbers(
+    cells: Sequence[str], column: str, names: Sequence[str], lines: Sequence[int], source: str
+) -> Floats:
+    if column in _OPTIONAL:
+        cells = [cell.strip() or "nan" for cell in cells]
+    try:
+        return np.array(list(map(float, cells)))
+    except ValueError:
+        i = next(i for i, cell in enumerate(cells) if not _is_number(cell))
+    came = f"is {_shown(cells[i])}" if cells[i].strip() else "the cell is empty"
+    raise FleetError(
+        f"{source}, line {lines[i]}: {column} of device {_shown(names[i])} must be a number, but {came}; "
+        "correct it or leave the device out"
+    )
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,211 @@
+"""2D: blocks that keep the inner dimension whole. One sheet, its columns found by cutting and by search.
+
+Large fleets are cut (`columns.cut`) a few ways and the best is taken: within a few parts in a thousand of the bound.
+In small fleets every device counts: up to SEVEN devices every way to put them into columns is tried, up to SEARCHED a
+local search moves and swaps devices between columns. Candidates are balanced all at once, as sheets of one layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from cleave.core.cost import UnitCosts, area_within
+from cleave.core.fleet import Floats, Ints
+from cleave.core.planner.columns import Layout, Sheets, balance, cut, mean_widths, settle, widths_within
+from cleave.core.planner.tiling import Tiling, from_columns
+
+SEVEN = 7
+SEARCHED = 256
+BOTH_WAYS = 2048
+_GOOD_ENOUGH = 1.005
+_TURNS = 15
+_SEARCH_TURNS = 8
+_SEARCH_ENTRIES = 30_000
+_SETTLED = 4  # how many of the best candidates are rounded, where rounding may change their order
+
+
+def plan_flat(
+    unit: UnitCosts, rows: int, cols: int, inner: int, target_s: float
+) -> tuple[Tiling, float] | None:
+    """The best 2D tiling found and its finish; `target_s` is the bound, where the search starts and may stop."""
+    ways = [False, True] if len(unit) <= BOTH_WAYS and rows != cols else [rows < cols]
+    best: tuple[Tiling, float] | None = None
+    for transposed in ways:
+        found = _plan_way(unit, *((cols, rows) if transposed else (rows, cols)), inner, target_s)
+        if found and (best is None or found[1] < best[1]):
+            best = (found[0].transposed() if transposed else found[0], found[1])
+    return best
+
+
+def _plan_way(
+    unit: UnitCosts, rows: int, cols: int, inner: int, target_s: float
+) -> tuple[Tiling, float] | None:
+    suits = _blocks_that_suit(unit, rows, cols, inner, target_s * 1.01)
+    spread = 3 if len(unit) <= BOTH_WAYS else 1
+    if len(unit) <= SEVEN:
+        layout, sheets = _layouts(np.arange(len(unit)), _partitions(len(unit)), rows, cols, inner)
+        widths = mean_widths(layout, sheets, suits.width[layout.devices])
+    else:
+        devices = np.flatnonzero(suits.area >= min(1.0, suits.area.max()))
+        candidates = 2 * spread + 1
+        sheets = _sheets(rows, cols, inner, candidates)
+        many, sheet = np.tile(devices, candidates), np.repeat(np.arange(candidates), len(devices))
+        shifts = np.arange(-spread, spread + 1)
+        layout, widths = cut(sheets, many, sheet, suits.length[many], suits.width[many], shifts)
+    widths, times = balance(unit, layout, sheets, np.full(layout.sheets, target_s * 1.02), widths, _TURNS)
+    if SEVEN < len(unit) <= SEARCHED:
+        layout, widths, times = _search(unit, layout, sheets, widths, times, target_s)
+    best: tuple[Tiling, float] | None = None
+    for sheet in np.argsort(times)[: _SETTLED if len(unit) <= SEARCHED else 1]:
+        alone, columns = layout.only(sheet, sheet + 1)
+        start_s = np.minimum(times[sheet : sheet + 1], target_s * 2)
+        whole = settle(unit, alone, _sheets(rows, cols, inner, 1), widths[columns], start_s)
+        if whole and (best is None or whole[2].max() < best[1]):
+            best = from_columns(alone, sheets.frame, *whole[:2], np.array([inner])), float(whole[2].max())
+    return best
+
+
+@dataclass(frozen=True, slots=True)
+class _Suits:
+    """The block each device would choose: a square, or the full short side."""
+
+    area: Floats
+    length: Floats
+    width: Floats
+
+
+def _blocks_that_suit(unit: UnitCosts, rows: int, cols: int, inner: int, deadline_s: float) -> _Suits:
+    area = area_within(unit, deadline_s, float(min(rows, cols)), float(max(rows, cols)), float(inner))
+    width = np.clip(np.sqrt(area), 1e-3, cols)
+    return _Suits(area, np.clip(area / width, 1e-6, rows), width)
+
+
+def _sheets(rows: int, cols: int, inner: int, count: int) -> Sheets:
+    return Sheets.alike("inner-side-side", rows, cols, np.full(count, float(inner)))
+
+
+def _search(
+    unit: UnitCosts, layout: Layout, sheets: Sheets, widths: Floats, times: Floats, target_s: float
+) -> tuple[Layout, Floats, Floats]:
+    """Move devices between columns, or swap two, while that shortens the sheet; from the best cut.
+
+    At a fixed moment a move changes the possible widths of two columns only, so it is judged by those two; moves that
+    touch different columns are made together, and the sheet is balanced again.
+    """
+    best = int(times.argmin())
+    layout, columns = layout.only(best, best + 1)
+    widths, times = widths[columns], times[best : best + 1]
+    alone = Sheets(sheets.frame, sheets.length[:1], sheets.width[:1], sheets.thickness[:1])
+    for _ in range(_SEARCH_TURNS):
+        if times[0] <= target_s * _GOOD_ENOUGH or not np.isfinite(times[0]):
+            break
+        column = _improved(unit, layout, alone, float(times[0]), widths)
+        moved = Layout.of(layout.devices, column, len(layout.devices) + 2)
+        start = mean_widths(moved, alone, widths[layout.column][np.argsort(column, kind="stable")])
+        new_widths, new_times = balance(unit, moved, alone, times, start, _TURNS)
+        if new_times[0] > times[0] * (1 - 2e-4):
+            break
+        layout, widths, times = moved, new_widths, new_times
+    return layout, widths, times
+
+
+def _improved(unit: UnitCosts, layout: Layout, sheets: Sheets, deadline_s: float, widths: Floats) -> Ints:
+    """The column of each entry after the best moves: each adds to what two columns can cover by the deadline."""
+    column, entries, columns = layout.column, len(layout.column), len(layout.sheet)
+    slot = np.arange(entries) - layout.column_starts[column]
+    members = np.full((columns + 1, int(slot.max()) + 2), -1)
+    members[column, slot] = np.arange(entries)
+
+    everyone = np.arange(entries)
+    moved, target = (x.ravel() for x in np.meshgrid(everyone, np.arange(columns + 1), indexing="ij"))
+    one, two = (x.ravel() for x in np.meshgrid(everyone, everyone, indexing="ij"))
+    if (
+        len(one) * (entries / columns) > _SEARCH_ENTRIES
+    ):  # many devices a column: swapping two changes next to nothing
+        one, two = one[:0], two[:0]
+    without = members[column]
+    without[everyone, slot] = -1
+    joined = members[target]
+    joined[:, -1] = moved
+    swapped = members[column[one]]
+    swapped[np.arange(len(one)), slot[one]] = two
+    start = np.concatenate([widths, [widths.mean()]])
+    possible = _possible_widths(
+        unit,
+        layout.devices,
+        np.concatenate([members[:-1], without, joined, swapped]),
+        sheets,
+        deadline_s,
+        np.concatenate([widths, widths[column], start[target], widths[column[one]]]),
+    )
+    now, rest = possible[:columns], np.append(possible[:columns], 0.0)
+    left = possible[columns : columns + entries]
+    move_gain = left[moved] + possible[columns + entries :][: len(moved)] - now[column[moved]] - rest[target]
+    exchanged = (
+        possible[columns + entries + len(moved) :].reshape(entries, -1)
+        if len(one)
+        else np.zeros((entries, 0))
+    )
+    swap_gain = exchanged.ravel() + exchanged.T.ravel() - now[column[one]] - now[column[two]]
+    move_gain[target == column[moved]] = swap_gain[column[one] == column[two]] = -np.inf
+
+    after = column.copy()
+    gains = np.concatenate([move_gain, swap_gain])
+    touched: set[int] = set()
+    for k in np.argsort(-gains)[: 4 * entries]:
+        if gains[k] <= 1e-6 * sheets.width[0]:
+            break
+        if k < len(moved):
+            i, home, away = moved[k], int(column[moved[k]]), int(target[k])
+        else:
+            i, home, away = (
+                one[k - len(moved)],
+                int(column[one[k - len(moved)]]),
+                int(column[two[k - len(moved)]]),
+            )
+        if touched & {home, away}:
+            continue
+        touched |= {home, away}
+        after[i] = away
+        if k >= len(moved):
+            after[two[k - len(moved)]] = home
+    return after
+
+
+def _possible_widths(
+    unit: UnitCosts, devices: Ints, members: Ints, sheets: Sheets, deadline_s: float, start: Floats
+) -> Floats:
+    """The width of each set of entries (a row of `members`, -1 for nobody) as a column; 0 for an empty set."""
+    filled = np.flatnonzero((members >= 0).any(axis=1))
+    column, slot = np.nonzero(members[filled] >= 0)
+    widths = np.zeros(len(members))
+    widths[filled] = widths_within(
+        unit, devices[members[filled][column, slot]], column, sheets, deadline_s, start[filled]
+    )
+    return widths
+
+
+def _layouts(devices: Ints, columns: Ints, rows: int, cols: int, inner: int) -> tuple[Layout, Sheets]:
+    """One sheet per assignment: columns[c, i] is where candidate c puts device i."""
+    candidates, entries = columns.shape
+    key = (np.arange(candidates)[:, None] * (entries + 2) + columns).ravel()
+    layout = Layout.of(np.tile(devices, candidates), key, entries + 2)
+    return layout, _sheets(rows, cols, inner, candidates)
+
+
+@cache
+def _partitions(entries: int) -> Ints:
+    """Every way to put so many devices into columns, as restricted growth strings (877 for seven)."""
+    ways = np.zeros((1, 1), dtype=np.int64)
+    for _ in range(1, entries):
+        highest = ways.max(axis=1)
+        ways = np.concatenate(
+            [
+                np.column_stack([ways[highest >= c - 1], np.full((highest >= c - 1).sum(), c)])
+                for c in range(ways.shape[1] + 1)
+            ]
+        )
+    return ways
