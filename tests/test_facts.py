@@ -42,9 +42,7 @@ def test_every_row_has_a_source(name: TableName) -> None:
 
 @pytest.mark.parametrize("name", get_args(TableName))
 def test_the_readme_tells_of_every_table(name: TableName) -> None:
-    assert f"`{name}.csv`" in resources.files("cleave.facts").joinpath("README.md").read_text(
-        encoding="utf-8"
-    )
+    assert f"`{name}.csv`" in resources.files("cleave.facts").joinpath("README.md").read_text(encoding="utf-8")
 
 
 def test_every_numeric_cell_of_a_device_is_a_plain_number_or_empty() -> None:
@@ -108,9 +106,7 @@ def test_published_rates_are_those_of_the_networks_table() -> None:
 
 
 def test_the_uk_has_the_low_tail_that_a_single_lognormal_misses() -> None:
-    links = sampling.draw_links(
-        ACCESS, country="gb", kind="fixed", count=40_000, rng=np.random.default_rng(7)
-    )
+    links = sampling.draw_links(ACCESS, country="gb", kind="fixed", count=40_000, rng=np.random.default_rng(7))
     assert 0.08 < np.mean(links.down_mbps < 30) < 0.18  # Ofcom 2023: 12 %
 
 

@@ -218,9 +218,7 @@ def test_each_fault_of_a_file_has_its_own_sentence(text: str, sentence: str) -> 
         (("a", "b"), {"embodied_kgco2e": np.array([np.inf, 1])}, "embodied_kgco2e of device 'a'"),
     ],
 )
-def test_profiles_that_cannot_be_are_refused(
-    names: tuple[str, ...], columns: dict[str, Floats], sentence: str
-) -> None:
+def test_profiles_that_cannot_be_are_refused(names: tuple[str, ...], columns: dict[str, Floats], sentence: str) -> None:
     with pytest.raises(FleetError, match=sentence):
         build(names, **columns)
 

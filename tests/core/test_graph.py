@@ -62,9 +62,7 @@ def gemm_of(gemms: tuple[StepGemm, ...], segment: str, role: Role) -> Gemm:
 
 
 @given(shape=models, tokens=token_counts, grouped=st.booleans())
-def test_linear_flops_are_six_per_gemm_weight_and_token(
-    shape: ModelShape, tokens: int, grouped: bool
-) -> None:
+def test_linear_flops_are_six_per_gemm_weight_and_token(shape: ModelShape, tokens: int, grouped: bool) -> None:
     gemms = step_gemms(shape, tokens, grouped)
     assert sum(gemm.flops for gemm in gemms) == 6 * gemm_weights(shape) * tokens
 
@@ -80,9 +78,7 @@ def test_attention_flops_are_twelve_per_layer_position_width_and_token(
 
 
 @given(shape=models, sequences=sequence_counts, sequence=st.integers(1, 4096))
-def test_step_flops_are_the_linear_and_the_attention_flops(
-    shape: ModelShape, sequences: int, sequence: int
-) -> None:
+def test_step_flops_are_the_linear_and_the_attention_flops(shape: ModelShape, sequences: int, sequence: int) -> None:
     tokens = sequences * sequence
     attention = 12 * shape.layers * sequence * shape.heads * shape.head_dim * tokens
     assert step_flops(shape, tokens, sequence) == 6 * gemm_weights(shape) * tokens + attention

@@ -21,9 +21,7 @@ def draw(mix: dict[str, int], country: str = "us", seed: int = 1) -> Profiles:
     return sampling.sample(DEVICES, ACCESS, POLICY, mix=mix, country=country, rng=np.random.default_rng(seed))
 
 
-mixes = st.dictionaries(st.sampled_from(sampling.CLASSES), st.integers(0, 40)).filter(
-    lambda mix: sum(mix.values()) > 0
-)
+mixes = st.dictionaries(st.sampled_from(sampling.CLASSES), st.integers(0, 40)).filter(lambda mix: sum(mix.values()) > 0)
 
 
 @settings(deadline=None)
@@ -33,9 +31,7 @@ def test_a_fleet_has_the_devices_of_its_mix(mix: dict[str, int], country: str, s
     assert {name: fleet.device_class.count(name) for name in mix} == mix
     assert len(fleet) == sum(mix.values())
     assert set(fleet.country) == {country}
-    assert all(
-        name.startswith(f"{kind}-") for name, kind in zip(fleet.names, fleet.device_class, strict=True)
-    )
+    assert all(name.startswith(f"{kind}-") for name, kind in zip(fleet.names, fleet.device_class, strict=True))
 
 
 def test_same_seed_same_fleet_and_another_seed_another() -> None:

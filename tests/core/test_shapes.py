@@ -236,9 +236,7 @@ def test_a_malformed_field_is_named_with_what_came(field: str, value: object, sh
 
 @pytest.mark.parametrize("model_type", ["llama", "opt", "gpt_neox"])
 def test_heads_divide_hidden_even_where_a_head_dim_is_given(model_type: str) -> None:
-    with pytest.raises(
-        ModelError, match=r"^expected num_attention_heads .* divide hidden_size 100, got 16; "
-    ):
+    with pytest.raises(ModelError, match=r"^expected num_attention_heads .* divide hidden_size 100, got 16; "):
         from_config(config_of(model_type, 2, 100, 30, 16, 10, head_dim=6), "mine")
 
 
@@ -247,9 +245,7 @@ def test_a_default_that_does_not_fit_is_called_a_default() -> None:
         from_config(config_of("qwen2", 24, 896, 4864, 14, 151936), "mine")
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2", "mistral-7b", "qwen2-7b", "pythia-160m", "tinyllama-1.1b", "opt-350m"]
-)
+@pytest.mark.parametrize("name", ["gpt2", "mistral-7b", "qwen2-7b", "pythia-160m", "tinyllama-1.1b", "opt-350m"])
 def test_the_dimensions_that_make_a_model_must_be_there(name: str) -> None:
     optional = {
         *("n_positions", "tie_word_embeddings"),

@@ -141,9 +141,7 @@ def least_time(work: Callable[[float], float], target: float, tolerance: float =
     turn = 0
     while high - low > tolerance:
         turn += 1
-        if (
-            np.isinf(at_low) or turn % 4 == 0
-        ):  # before the least latency has passed, or a kink: halve the bracket
+        if np.isinf(at_low) or turn % 4 == 0:  # before the least latency has passed, or a kink: halve the bracket
             guess = (low + high) / 2
         else:
             guess = high - at_high * (high - low) / (at_high - at_low)

@@ -12,6 +12,7 @@ Everything is vectorised over devices and knows neither plans nor gemms of a mod
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -157,8 +158,8 @@ def rows_within(unit: UnitCosts, deadline_s: Real, cols: Real, inner: Real) -> F
 def inner_within(unit: UnitCosts, deadline_s: Real, rows: Real, cols: Real) -> Floats:
     """The longest inner range each device finishes in time and can hold, for a block of given sides.
 
-    The finish grows with m = max(p, u), so the range is the lesser of those for m = p, where everything is in proportion
-    to it, and for m = u, where d = 2 sqrt(u (tau - u)) once the upload takes more than half of the time.
+    The finish grows with m = max(p, u), so the range is the lesser of those for m = p, where all is in proportion to
+    it, and for m = u, where d = 2 sqrt(u (tau - u)) once the upload takes more than half of the time.
     """
     tau = np.maximum(deadline_s - unit.latency_s, 0.0)
     edges, area = rows + cols, rows * cols
@@ -187,8 +188,8 @@ def reach_and_slopes(
 ) -> tuple[Floats, Floats, Floats]:
     """`reach` with its derivatives by the deadline and by the width.
 
-    finish(length, width) = deadline gives d length / d deadline = 1 / f_length, d length / d width = -f_width / f_length;
-    f_x = s d_x + (1 - s^2) m_x, where d grows with a side as down_s inner and with inner as down_s (rows + cols), m in
+    finish(length, width) = deadline gives length_deadline = 1 / f_length and length_width = -f_width / f_length, with
+    f_x = s d_x + (1 - s^2) m_x: d grows with a side as down_s inner and with inner as down_s (rows + cols), m in
     proportion to a side, and to inner only while compute binds. Where memory binds, the deadline moves nothing.
     """
     length = reach(unit, deadline_s, width, thickness, frame)
@@ -214,9 +215,7 @@ def reach_and_slopes(
     slope = np.where(live, -by_width / by_length, 0.0)
     if held.any():
         nudge = width * 1e-6
-        slope = np.where(
-            held, (reach(unit, deadline_s, width + nudge, thickness, frame) - length) / nudge, slope
-        )
+        slope = np.where(held, (reach(unit, deadline_s, width + nudge, thickness, frame) - length) / nudge, slope)
     return length, np.where(live & ~held, 1 / by_length, 0.0), slope
 
 
@@ -232,9 +231,7 @@ def area_within(unit: UnitCosts, deadline_s: float, short: Real, long: Real, inn
     side = tau / (2 * line_s)
     turn = line_s / area_s
     side = np.where(side <= turn, side, np.sqrt(np.maximum((tau - line_s * turn) / area_s, 0.0)))
-    area = np.where(
-        side > short, short * np.minimum(_rows_in_time(unit, deadline_s, short, inner), long), side * side
-    )
+    area = np.where(side > short, short * np.minimum(_rows_in_time(unit, deadline_s, short, inner), long), side * side)
     return np.minimum(area, _area_that_fits(unit, short, long, inner))
 
 
@@ -242,8 +239,8 @@ def best_inner(unit: UnitCosts, deadline_s: float, short: float, long: float, in
     """The inner thickness at which each device multiplies most by the deadline, in an output of sides short <= long.
 
     With m = th tau the streamed finish leaves d = 2 tau sqrt(th (1 - th)), and the volume grows as 2 th sqrt(1 - th):
-    th = 2/3. Beyond up_s / mac_s compute binds and more thickness only adds download. Where a side or the memory is full
-    at that thickness, another may be better and is searched for.
+    th = 2/3. Beyond up_s / mac_s compute binds and more thickness only adds download. Where a side or the memory is
+    full at that thickness, another may be better and is searched for.
     """
     tau = np.maximum(deadline_s - unit.latency_s, 1e-12)
     side = np.sqrt(2 * tau / (3 * unit.up_s))
@@ -256,16 +253,14 @@ def best_inner(unit: UnitCosts, deadline_s: float, short: float, long: float, in
     return best
 
 
-def _best_inner_by_search(
-    unit: UnitCosts, deadline_s: float, short: float, long: float, inner: int
-) -> Floats:
+def _best_inner_by_search(unit: UnitCosts, deadline_s: float, short: float, long: float, inner: int) -> Floats:
     """Golden section over the logarithm of the thickness."""
 
     def volume(log_inner: Floats) -> Floats:
         return np.exp(log_inner) * area_within(unit, deadline_s, short, long, np.exp(log_inner))
 
-    golden = (np.sqrt(5.0) - 1) / 2
-    low, high = np.zeros(len(unit)), np.full(len(unit), np.log(inner))
+    golden = (5**0.5 - 1) / 2
+    low, high = np.zeros(len(unit)), np.full(len(unit), math.log(inner))
     left, right = high - golden * (high - low), low + golden * (high - low)
     at_left, at_right = volume(left), volume(right)
     for _ in range(20):
@@ -275,10 +270,8 @@ def _best_inner_by_search(
         at_new = volume(new)
         left, right = np.where(thin, new, right), np.where(thin, left, new)
         at_left, at_right = np.where(thin, at_new, at_right), np.where(thin, at_left, at_new)
-    whole = np.full(len(unit), np.log(inner))
-    middle = np.where(
-        volume(whole) >= np.maximum(at_left, at_right), whole, np.where(at_left > at_right, left, right)
-    )
+    whole = np.full(len(unit), math.log(inner))
+    middle = np.where(volume(whole) >= np.maximum(at_left, at_right), whole, np.where(at_left > at_right, left, right))
     return np.exp(middle)
 
 

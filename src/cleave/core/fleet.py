@@ -136,9 +136,7 @@ def _check_texts(profiles: Profiles) -> None:
         raise _DeviceFault(i, "the name 'server' is reserved for the server itself; rename that device")
     if len(distinct) < len(names):
         i = _second_of_a_pair(names)
-        raise _DeviceFault(
-            i, f"device names must be unique, but {_shown(names[i])} comes twice; rename one of them"
-        )
+        raise _DeviceFault(i, f"device names must be unique, but {_shown(names[i])} comes twice; rename one of them")
     texts = {"device": names, "class": profiles.device_class, "country": profiles.country}
     for column, entries in texts.items():
         for text in dict.fromkeys(entries):
@@ -182,9 +180,7 @@ def read_csv(text: str, source: str) -> Profiles:
     """
     lines, rows = _split(text, source)
     if not rows:
-        raise FleetError(
-            f"{source} is empty; a fleet file needs the header {','.join(_HEADER)} and one device a line"
-        )
+        raise FleetError(f"{source} is empty; a fleet file needs the header {','.join(_HEADER)} and one device a line")
     header = _checked_header(rows.pop(0), source)
     if not rows:
         raise FleetError(f"{source} has a header but no device; add one device a line")
@@ -262,9 +258,7 @@ def describe(profiles: Profiles) -> FleetSummary:
             continue
         p10, p50, p90 = _plain(np.quantile(known, (0.1, 0.5, 0.9)))
         total = None if column == "latency_s" else float(known.sum())
-        summaries.append(
-            ColumnSummary(column=column, known=known.size, p10=p10, p50=p50, p90=p90, total=total)
-        )
+        summaries.append(ColumnSummary(column=column, known=known.size, p10=p10, p50=p50, p90=p90, total=total))
     return FleetSummary(
         devices=len(profiles),
         classes=_counted(profiles.device_class),
@@ -306,9 +300,7 @@ def _split(text: str, source: str) -> tuple[list[int], list[list[str]]]:
     try:
         for line, row in enumerate(reader, start=1):
             if reader.line_num > line:
-                raise FleetError(
-                    f"{source}, line {line}: a quote opens and does not close on that line; close it"
-                )
+                raise FleetError(f"{source}, line {line}: a quote opens and does not close on that line; close it")
             if any(map(str.strip, row)):
                 lines.append(line)
                 rows.append(row)
@@ -351,9 +343,7 @@ def _fit(rows: list[list[str]], width: int, lines: Sequence[int], source: str) -
         del row[width:]
 
 
-def _numbers(
-    cells: Sequence[str], column: str, names: Sequence[str], lines: Sequence[int], source: str
-) -> Floats:
+def _numbers(cells: Sequence[str], column: str, names: Sequence[str], lines: Sequence[int], source: str) -> Floats:
     if column in _OPTIONAL:
         cells = [cell.strip() or "nan" for cell in cells]
     try:

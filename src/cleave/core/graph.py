@@ -199,6 +199,5 @@ def _linear(
         "grad_weight": Gemm(m=out_width, n=in_width, k=tokens),  # dW = dY^T X
     }
     return tuple(
-        StepGemm(segment=segment, role=role, gemm=gemm, count=count, members=members)
-        for role, gemm in gemms.items()
+        StepGemm(segment=segment, role=role, gemm=gemm, count=count, members=members) for role, gemm in gemms.items()
     )

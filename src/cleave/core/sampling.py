@@ -46,9 +46,7 @@ def parse_mix(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, equals, digits = (piece.strip() for piece in part.partition("="))
         if not equals:
-            raise FleetError(
-                f"a mix is written class=count,class=count, but has {part!r}; try phone=600,laptop=300"
-            )
+            raise FleetError(f"a mix is written class=count,class=count, but has {part!r}; try phone=600,laptop=300")
         if name in mix:
             raise FleetError(f"a mix names each class once, but has {name!r} twice; add the counts up")
         count = digits.removeprefix("-")
@@ -157,9 +155,7 @@ def _check_mix(mix: Mapping[str, int]) -> None:
 
 def _names(counts: Mapping[str, int]) -> tuple[str, ...]:
     return tuple(
-        f"{name}-{i:0{max(4, len(str(count)))}d}"
-        for name, count in counts.items()
-        for i in range(1, count + 1)
+        f"{name}-{i:0{max(4, len(str(count)))}d}" for name, count in counts.items() for i in range(1, count + 1)
     )
 
 
@@ -192,9 +188,7 @@ def _draw_memory_bytes(
 
 def _memory_limits(memory_policy: Sequence[Row], name: str) -> tuple[float, float]:
     platform = "BOINC Android default" if name == "phone" else "BOINC desktop default"
-    value = next(
-        row["value"] for row in memory_policy if row["platform"] == platform and "RAM" in row["rule"]
-    )
+    value = next(row["value"] for row in memory_policy if row["platform"] == platform and "RAM" in row["rule"])
     active, idle = (float(share.strip().removesuffix("%")) / 100 for share in value.split("/"))
     return active, idle
 
@@ -230,8 +224,6 @@ def _mixture(access: Sequence[Row], country: str, kind: str) -> tuple[Sequence[R
     own = [row for row in of_kind if row["country"] == country and row["share"]]
     if own:
         return own, 1.0
-    medians = {
-        row["country"]: float(row["down_median_mbps"]) for row in of_kind if row["technology"] == "median"
-    }
+    medians = {row["country"]: float(row["down_median_mbps"]) for row in of_kind if row["technology"] == "median"}
     world = [row for row in of_kind if row["country"] == "world" and row["share"]]
     return world, medians[country] / medians["world"] if country in medians else 1.0

@@ -300,6 +300,4 @@ class _Fields:
     def _error(self, key: str, expected: str, advice: str, *, got: str | None = None) -> ModelError:
         if got is None:
             got = reprlib.repr(self.values[key]) if key in self.values else "nothing"
-        return ModelError(
-            f"expected {key} in the config.json of {self.name} to {expected}, got {got}; {advice}"
-        )
+        return ModelError(f"expected {key} in the config.json of {self.name} to {expected}, got {got}; {advice}")

@@ -82,9 +82,9 @@ def cut(
     """Columns of similar devices: those of a sheet, widest first, cut into equal sums of lengths. With first widths.
 
     `length` and `width` are those of the block that suits each device best. A device of side s in a column of width w
-    does w (2s - w) = s^2 - (s - w)^2 while its download binds: what it loses is second order in the mismatch, and none is
-    lost in a column whose lengths add up. So the natural number of columns is the sum of lengths over the length to
-    cover; `shift` (per sheet) tries its neighbours.
+    does w (2s - w) = s^2 - (s - w)^2 while its download binds: what it loses is second order in the mismatch, and
+    nothing in a column whose lengths add up. So the natural number of columns is the sum of lengths over the length
+    to cover; `shift` (per sheet) tries its neighbours.
     """
     order = np.lexsort((-length, -width, sheet))
     devices, sheet, length, width = devices[order], sheet[order], length[order], width[order]
@@ -117,9 +117,7 @@ def balance(
     entries, thickness = unit.take(layout.devices), sheets.thickness[sheet][column]
     deadline, width = start_s.copy(), widths.copy()
     for _ in range(turns):
-        each, by_t, by_w = reach_and_slopes(
-            entries, deadline[sheet][column], width[column], thickness, sheets.frame
-        )
+        each, by_t, by_w = reach_and_slopes(entries, deadline[sheet][column], width[column], thickness, sheets.frame)
         total = np.add.reduceat(each, layout.column_starts)
         slope_t = np.add.reduceat(by_t, layout.column_starts)
         slope_w = np.minimum(np.add.reduceat(by_w, layout.column_starts), -1e-12)
@@ -141,7 +139,7 @@ def balance(
 def widths_within(
     unit: UnitCosts, devices: Ints, column: Ints, sheets: Sheets, deadline_s: float, widths: Floats
 ) -> Floats:
-    """How wide each column of one sheet can be for its devices to cover the length by the deadline; 0 if they cannot."""
+    """How wide each column of one sheet may be for its devices to cover the length in time; 0 if they cannot."""
     entries, starts, width, thickness = (
         unit.take(devices),
         _starts(column),
@@ -205,7 +203,7 @@ def settle(
 def column_times(
     unit: UnitCosts, layout: Layout, sheets: Sheets, widths: Floats, start_s: Floats, precision: float
 ) -> Floats:
-    """The least finish of each column of whole width when its devices take whole lengths; infinite if memory forbids."""
+    """The least finish of each column when its devices take whole lengths; infinite if memory forbids."""
     column = layout.column
     entries, width, thickness = (
         unit.take(layout.devices),

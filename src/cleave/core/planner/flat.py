@@ -27,9 +27,7 @@ _SEARCH_ENTRIES = 30_000
 _SETTLED = 4  # how many of the best candidates are rounded, where rounding may change their order
 
 
-def plan_flat(
-    unit: UnitCosts, rows: int, cols: int, inner: int, target_s: float
-) -> tuple[Tiling, float] | None:
+def plan_flat(unit: UnitCosts, rows: int, cols: int, inner: int, target_s: float) -> tuple[Tiling, float] | None:
     """The best 2D tiling found and its finish; `target_s` is the bound, where the search starts and may stop."""
     ways = [False, True] if len(unit) <= BOTH_WAYS and rows != cols else [rows < cols]
     best: tuple[Tiling, float] | None = None
@@ -40,9 +38,7 @@ def plan_flat(
     return best
 
 
-def _plan_way(
-    unit: UnitCosts, rows: int, cols: int, inner: int, target_s: float
-) -> tuple[Tiling, float] | None:
+def _plan_way(unit: UnitCosts, rows: int, cols: int, inner: int, target_s: float) -> tuple[Tiling, float] | None:
     suits = _blocks_that_suit(unit, rows, cols, inner, target_s * 1.01)
     spread = 3 if len(unit) <= BOTH_WAYS else 1
     if len(unit) <= SEVEN:
@@ -122,9 +118,7 @@ def _improved(unit: UnitCosts, layout: Layout, sheets: Sheets, deadline_s: float
     everyone = np.arange(entries)
     moved, target = (x.ravel() for x in np.meshgrid(everyone, np.arange(columns + 1), indexing="ij"))
     one, two = (x.ravel() for x in np.meshgrid(everyone, everyone, indexing="ij"))
-    if (
-        len(one) * (entries / columns) > _SEARCH_ENTRIES
-    ):  # many devices a column: swapping two changes next to nothing
+    if len(one) * (entries / columns) > _SEARCH_ENTRIES:  # many devices a column: swapping two changes next to nothing
         one, two = one[:0], two[:0]
     without = members[column]
     without[everyone, slot] = -1
@@ -144,11 +138,7 @@ def _improved(unit: UnitCosts, layout: Layout, sheets: Sheets, deadline_s: float
     now, rest = possible[:columns], np.append(possible[:columns], 0.0)
     left = possible[columns : columns + entries]
     move_gain = left[moved] + possible[columns + entries :][: len(moved)] - now[column[moved]] - rest[target]
-    exchanged = (
-        possible[columns + entries + len(moved) :].reshape(entries, -1)
-        if len(one)
-        else np.zeros((entries, 0))
-    )
+    exchanged = possible[columns + entries + len(moved) :].reshape(entries, -1) if len(one) else np.zeros((entries, 0))
     swap_gain = exchanged.ravel() + exchanged.T.ravel() - now[column[one]] - now[column[two]]
     move_gain[target == column[moved]] = swap_gain[column[one] == column[two]] = -np.inf
 
@@ -191,7 +181,7 @@ def _possible_widths(
 def _layouts(devices: Ints, columns: Ints, rows: int, cols: int, inner: int) -> tuple[Layout, Sheets]:
     """One sheet per assignment: columns[c, i] is where candidate c puts device i."""
     candidates, entries = columns.shape
-    key = (np.arange(candidates)[:, None] * (entries + 2) + columns).ravel()
+    key = np.repeat(np.arange(candidates) * (entries + 2), entries) + np.ravel(columns)
     layout = Layout.of(np.tile(devices, candidates), key, entries + 2)
     return layout, _sheets(rows, cols, inner, candidates)
 

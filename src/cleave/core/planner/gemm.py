@@ -1,9 +1,9 @@
 """Which device does which block of one gemm.
 
-2D and 3D plans are made where they can pay and the faster one is kept. A server cap makes devices a price: those worth
-their bytes are selected, largest first (`bound.affordable`), and just as many as balance the devices' time against the
-server's. A fleet whose memory cannot hold the output at once works in rounds. Whoever gets no block is left out, with the
-reason. A plan knows profiles and costs, not sockets or ledgers; `repair` mends it when devices leave or join.
+2D and 3D plans are made where they can pay and the faster one is kept. Under a server cap devices have a price: those
+worth most are selected (`bound.by_worth`), just as many as balance the devices' time against the server's. A fleet
+whose memory cannot hold the output at once works in rounds. Whoever gets no block is left out, with the reason. A plan
+knows profiles and costs, not sockets or ledgers; `repair` mends it when devices leave or join.
 """
 
 from __future__ import annotations
@@ -147,9 +147,7 @@ def _in_rounds(
     return _Candidate(split, join(tilings), makespan, bound_s)
 
 
-def _capped(
-    unit: UnitCosts, gemm: Gemm, server: Server, split: Literal["2d", "3d"]
-) -> tuple[Tiling, float] | None:
+def _capped(unit: UnitCosts, gemm: Gemm, server: Server, split: Literal["2d", "3d"]) -> tuple[Tiling, float] | None:
     """The best plan under the server's caps: as many of the devices worth most as balance both sides."""
     bound_of = bound_2d if split == "2d" else bound_3d
     free_s, bound_s = bound_of(unit, gemm, Server()), bound_of(unit, gemm, server)

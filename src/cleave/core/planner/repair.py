@@ -1,9 +1,9 @@
 """What to do about the blocks of devices that left, while a gemm is under way.
 
 Two ways: the mates of a lost block, who hold the strip of one operand already, divide its lines among them; or, where
-that is slow or no mate is left, each lost block is planned afresh over devices from anywhere, newcomers included. Finished blocks are never
-touched. A repair is worked out as if nothing of the lost blocks had been done and the helpers were free.
-The next gemm is simply planned anew (`gemm.plan_gemm`): that takes no longer than patching an old plan.
+that is slow or no mate is left, each lost block is planned afresh over devices from anywhere, newcomers included.
+Finished blocks are never touched. A repair is worked out as if nothing of the lost blocks had been done and the
+helpers were free. The next gemm is simply planned anew (`gemm.plan_gemm`): patching an old plan would take as long.
 """
 
 from __future__ import annotations
@@ -48,25 +48,17 @@ class Repair:
     """how many of the lost blocks are taken over by column mates"""
 
 
-def repair(
-    plan: GemmPlan, profiles: Profiles, lost: Collection[str], *, server: Server | None = None
-) -> Repair:
+def repair(plan: GemmPlan, profiles: Profiles, lost: Collection[str], *, server: Server | None = None) -> Repair:
     """Hand the blocks of the lost devices to the rest of `profiles`: the plan's devices as known now, and newcomers."""
     server = server or Server()
     gone = set(lost)
     if unknown := gone - set(plan.names):
-        raise InputError(
-            f"expected lost devices of the plan, got {min(unknown)!r}; pass names from plan.names"
-        )
+        raise InputError(f"expected lost devices of the plan, got {min(unknown)!r}; pass names from plan.names")
     names = (*profiles.names, SERVER) if server.flops_per_s > 0 else profiles.names
     number = dict(zip(names, range(len(names)), strict=True))
     here = np.ones(len(names), dtype=bool)
     here[[number[name] for name in gone if name in number]] = False
-    now = (
-        np.arange(len(names))
-        if plan.names == names
-        else np.array([number.get(name, -1) for name in plan.names])
-    )
+    now = np.arange(len(names)) if plan.names == names else np.array([number.get(name, -1) for name in plan.names])
     now = np.where((now >= 0) & here[now], now, -1)
     owner = now[plan.tiling.device]
     missing = plan.tiling.take(np.flatnonzero(owner < 0))
@@ -80,12 +72,8 @@ def repair(
         best = min(best, _by_helpers(unit, missing, np.flatnonzero(here)), key=lambda way: way[1])
     blocks, recovery_s, by_mates = best
     if not np.isfinite(recovery_s):
-        raise InfeasibleError(
-            "the lost blocks fit no device that is left; wait for one with more memory to join"
-        )
-    return Repair(
-        blocks=blocks, names=names, recovery_s=recovery_s, lost_blocks=len(missing), by_mates=by_mates
-    )
+        raise InfeasibleError("the lost blocks fit no device that is left; wait for one with more memory to join")
+    return Repair(blocks=blocks, names=names, recovery_s=recovery_s, lost_blocks=len(missing), by_mates=by_mates)
 
 
 _Way = tuple[Tiling, float, int]
@@ -117,9 +105,7 @@ def _by_mates(unit: UnitCosts, missing: Tiling, before: Tiling, owner: Ints) -> 
     needs = np.add.reduceat(length, np.searchsorted(pieces.mates, columns))
     times = _even_finish(line_s, entries.latency_s, column, first, needs)
     lines = np.floor(np.maximum(times[column] - entries.latency_s, 0.0) / line_s)
-    more_s = (
-        entries.latency_s + (lines + 1) * line_s
-    )  # the rest, line by line, to whoever is done with it first
+    more_s = entries.latency_s + (lines + 1) * line_s  # the rest, line by line, to whoever is done with it first
     order = np.lexsort((more_s, column))
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order)) - first[column[order]]
@@ -131,7 +117,7 @@ def _by_mates(unit: UnitCosts, missing: Tiling, before: Tiling, owner: Ints) -> 
 
 
 def _even_finish(line_s: Floats, latency_s: Floats, column: Ints, first: Ints, needs: Floats) -> Floats:
-    """When each column is done if all its mates finish together: sum (t - latency) / line = needs, over those in time."""
+    """When each column is done if its mates finish together: sum (t - latency) / line = needs, over those in time."""
     taking = np.ones(len(line_s))
     times = needs
     for _ in range(4):
@@ -157,9 +143,8 @@ def _by_helpers(unit: UnitCosts, missing: Tiling, everyone: Ints) -> _Way:
     rows, cols, depth = missing.heights, missing.widths, missing.depths
     volume = rows * cols * depth
     side, mean_depth = float(np.sqrt((rows * cols).mean())), float(volume.sum() / (rows * cols).sum())
-    patience_s = float(
-        np.median(finish_s(unit.take(everyone), *np.full((2, len(everyone)), side / 4), mean_depth))
-    )
+    part = np.full(len(everyone), side / 4)
+    patience_s = float(np.median(finish_s(unit.take(everyone), part, part, mean_depth)))
     strength = area_within(unit.take(everyone), patience_s, side, side, mean_depth)
     ranked = everyone[np.argsort(-strength, kind="stable")][: _HELPERS * len(missing)]
     ranked = ranked[: max(len(missing), int((strength > 0).sum()))]
@@ -189,7 +174,7 @@ def _by_helpers(unit: UnitCosts, missing: Tiling, everyone: Ints) -> _Way:
 
 
 def _deal(shares: Floats, cards: int) -> Ints:
-    """Whose each card is when all get about their share and strong and weak cards are spread evenly; one each at least."""
+    """Whose each card is: everyone gets about their share, at least one, strong and weak ones spread evenly."""
     hands = np.maximum(np.floor(shares / shares.sum() * cards), 1.0).astype(np.int64)
     hands[np.argmax(hands)] += min(cards - int(hands.sum()), 0)
     whose = np.repeat(np.arange(len(shares)), hands)
@@ -199,7 +184,7 @@ def _deal(shares: Floats, cards: int) -> Ints:
 
 
 def _alone(unit: UnitCosts, pieces: Tiling, helpers: Ints) -> _Way:
-    """Fewer devices than lost blocks: whole blocks, each to whoever is done first with what it has, one after another."""
+    """Fewer devices than lost blocks: whole blocks one after another, each to whoever is done with it first."""
     times = np.zeros(len(helpers))
     chosen: list[int] = []
     for block in range(len(pieces)):

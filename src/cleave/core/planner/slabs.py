@@ -1,9 +1,9 @@
 """3D: the inner dimension is split too. Sheets stacked in any of the three dimensions; the server adds partial results.
 
-Splitting the inner dimension pays where downloads bind: a device then receives less for a larger area. The same idea as
-for columns, one level up: devices sorted by the thickness that suits each, cut into sheets of equal face, every sheet cut
-into columns, all balanced together, and thickness moved from late sheets to early ones. Sheets should hold few devices,
-all alike, so they are stacked in the dimension that takes most blocks. A pile is one candidate stack.
+Splitting the inner dimension pays where downloads bind: a device then receives less for a larger area. The same idea
+as for columns, one level up: devices sorted by the thickness that suits each, cut into sheets of equal face, every
+sheet cut into columns, all balanced together, and thickness moved from late sheets to early ones. Which dimension
+sheets are best stacked in depends on the shape, so all are tried. A pile is one candidate stack.
 """
 
 from __future__ import annotations
@@ -81,15 +81,11 @@ class _Try:
     balanced: _Balanced
 
 
-def plan_slabs(
-    unit: UnitCosts, rows: int, cols: int, inner: int, target_s: float
-) -> tuple[Tiling, float] | None:
+def plan_slabs(unit: UnitCosts, rows: int, cols: int, inner: int, target_s: float) -> tuple[Tiling, float] | None:
     """The best 3D tiling found and its finish; `target_s` is the bound, where the search starts."""
     tries: list[tuple[float, bool, _Try]] = []
     for frame, transposed in _nestings(unit, rows, cols, inner, target_s):
-        stack, suits = _roles(
-            unit, *((cols, rows) if transposed else (rows, cols)), inner, frame, target_s * 1.03
-        )
+        stack, suits = _roles(unit, *((cols, rows) if transposed else (rows, cols)), inner, frame, target_s * 1.03)
         piles = _cut_piles(stack, suits)
         balanced = _balance(unit, stack, suits, piles, target_s * 1.03)
         tries.append((float(balanced.pile_s.min()), transposed, _Try(stack, suits, piles, balanced)))
@@ -107,14 +103,10 @@ def _nestings(unit: UnitCosts, rows: int, cols: int, inner: int, target_s: float
     """Which frames to try: all, but devices can divide the inner dimension only if it takes a few blocks."""
     deep = best_inner(unit, target_s, float(min(rows, cols)), float(max(rows, cols)), inner)
     blocks = inner / float(np.median(deep))
-    return [
-        (f, t) for f, t in product(_FRAMES, (False, True)) if f != "side-side-inner" or blocks >= _FEW_BLOCKS
-    ]
+    return [(f, t) for f, t in product(_FRAMES, (False, True)) if f != "side-side-inner" or blocks >= _FEW_BLOCKS]
 
 
-def _roles(
-    unit: UnitCosts, rows: int, cols: int, inner: int, frame: Frame, deadline_s: float
-) -> tuple[_Stack, _Suits]:
+def _roles(unit: UnitCosts, rows: int, cols: int, inner: int, frame: Frame, deadline_s: float) -> tuple[_Stack, _Suits]:
     sides = float(min(rows, cols)), float(max(rows, cols))
     deep = best_inner(unit, deadline_s, *sides, inner)
     area = area_within(unit, deadline_s, *sides, deep)
@@ -137,27 +129,22 @@ def _cut_piles(stack: _Stack, suits: _Suits) -> _Piles:
     natural = face[devices].sum() / (float(stack.width) * stack.length)
     small = len(face) <= _SMALL
     counts = natural + np.arange(-3, 4) if small else natural * np.array([0.94, 0.97, 1.0, 1.03, 1.06])
+    few: list[int] = np.unique(np.clip(np.rint(counts), 1, min(stack.thickness, len(devices)))).astype(int).tolist()
     return _piles(
         devices,
-        [
-            (_equal_runs(face[devices], count), shift)
-            for count in sorted(
-                {int(c) for c in np.clip(np.rint(counts), 1, min(stack.thickness, len(devices)))}
-            )
-            for shift in ((-1, 0, 1) if small else (0,))
-        ],
+        [(_equal_runs(face[devices], count), shift) for count in few for shift in ((-1, 0, 1) if small else (0,))],
     )
 
 
 def _equal_runs(sizes: Floats, count: int) -> Ints:
     """Cut a sequence into so many runs of about equal sums: each end is set anew from what is left to share."""
-    ends = np.concatenate([[0.0], np.cumsum(sizes)])
+    ends = np.append(0.0, np.cumsum(sizes))
     run = np.zeros(len(sizes), dtype=np.int64)
     first = 0
     for number in range(count - 1):
-        target = ends[first] + (ends[-1] - ends[first]) / (count - number)
+        target = float(ends[first] + (ends[-1] - ends[first]) / (count - number))
         last = int(np.searchsorted(ends, target))
-        last -= bool(target - ends[last - 1] < ends[last] - target)
+        last -= int(2 * target < float(ends[last - 1] + ends[last]))
         first = min(max(last, first + 1), len(sizes) - (count - number - 1))
         run[first:] = number + 1
     return run
@@ -169,9 +156,7 @@ def _piles(devices: Ints, ways: list[tuple[Ints, int]]) -> _Piles:
     order = np.argsort(key, kind="stable")
     present, sheet = np.unique(key[order], return_inverse=True)
     pile = present // (len(devices) + 1)
-    return _Piles(
-        np.tile(devices, len(ways))[order], sheet, pile, np.array([shift for _, shift in ways])[pile]
-    )
+    return _Piles(np.tile(devices, len(ways))[order], sheet, pile, np.array([shift for _, shift in ways])[pile])
 
 
 def _balance(unit: UnitCosts, stack: _Stack, suits: _Suits, piles: _Piles, start_s: float) -> _Balanced:
@@ -200,9 +185,7 @@ def _balance(unit: UnitCosts, stack: _Stack, suits: _Suits, piles: _Piles, start
             answer = np.log(now_s / sheet_s) / np.where(np.abs(change) > 1e-4, change, np.inf)
             stiffness = np.where(answer > 0, np.clip(answer, 0.2, 1.2), stiffness)
         before, sheet_s = sheets, now_s
-        sheets = stacked(
-            sheets.thickness * np.exp(np.clip(np.log(mean[piles.pile] / now_s) / stiffness, -0.5, 0.4))
-        )
+        sheets = stacked(sheets.thickness * np.exp(np.clip(np.log(mean[piles.pile] / now_s) / stiffness, -0.5, 0.4)))
         change = np.log(sheets.thickness / before.thickness)
     return _Balanced(layout, sheets, widths, now_s, np.maximum.reduceat(found_s, pile_starts))
 
@@ -257,7 +240,7 @@ def _search(unit: UnitCosts, found: _Try, target_s: float) -> _Try:
 
 
 def _neighbours(sheet: Ints) -> Ints:
-    """Every assignment one move away: a device into another sheet, or two devices swapped; far sheets in tiny fleets."""
+    """Every assignment one move away: a device into another sheet, or two swapped; any sheets in tiny fleets."""
     far = len(sheet) if len(sheet) <= _FAR else 1
     distance = np.abs(np.arange(int(sheet.max()) + 1)[None, :] - sheet[:, None])
     entry, target = np.nonzero((distance > 0) & (distance <= far))

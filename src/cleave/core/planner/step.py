@@ -1,9 +1,9 @@
 """A whole training step. For now it is a sequence of gemms, each cut over the whole fleet (grain "gemm").
 
-Equal shapes are planned once. The seam for what comes next: a step is a list of segments with their units, whatever the
-grain; columns with resident weights and chunks of tokens will be further kinds of segment plans beside `PlannedGemm`, and
-this module the place that chooses among them. Attention products stay on the server at this grain: their operands are
-small and their results large, so no link can pay for them.
+Equal shapes are planned once. The seam for what comes next: a step is a list of segments with their units, whatever
+the grain; columns with resident weights and chunks of tokens will be further kinds of segment plans beside
+`PlannedGemm`, and this module the place that chooses among them. Attention products stay on the server at this grain:
+their operands are small and their results large, so no link can pay for them.
 """
 
 from __future__ import annotations

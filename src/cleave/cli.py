@@ -1,0 +1,184 @@
+"""The verbs. Parses, calls `app`, turns errors into one sentence and exit code 2. Knows no planning and no printing.
+
+Imports of the parts happen inside the verbs, so that `cleave --help` needs nothing but argparse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from cleave import __version__
+from cleave.errors import CleaveError
+
+_BAD_INPUT = 2
+_INTERRUPTED = 130
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        self.exit(_BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+_AddVerb = Callable[..., _Parser]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 0, or 2 with one sentence on standard error if the input is at fault."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.verb is None:
+        parser.print_help()
+        return 0
+    try:
+        options.run(options)
+    except CleaveError as fault:
+        print(f"cleave {options.verb}: {fault}", file=sys.stderr)  # noqa: T201
+        return _BAD_INPUT
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        sys.stderr.close()
+        return 0
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="cleave", description="Train foundation models on idle laptops, desktops and phones.")
+    parser.add_argument("--version", action="version", version=f"cleave {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", parser_class=_Parser)
+    parser.set_defaults(verb=None)
+    _add_plan(verbs.add_parser)
+    _add_fleet(verbs.add_parser)
+    return parser
+
+
+def _add_plan(add: _AddVerb) -> None:
+    verb = add(
+        "plan",
+        help="cut a gemm, or a model's whole training step, over a fleet",
+        description="Cut a gemm, or a model's whole training step, over a fleet: who does which block, how long it "
+        "takes, how close that is to the lower bound, and what limits it.",
+    )
+    what = verb.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--model", metavar="NAME|PATH", help="a model by name, or a Hugging Face config.json or its folder"
+    )
+    what.add_argument("--gemm", type=_gemm, metavar="M,N,K", help="one product C[M,N] = A[M,K] B[K,N]")
+    verb.add_argument("--fleet", required=True, metavar="FLEET.csv", help="profiles, one device a line")
+    verb.add_argument("--tokens", type=_count, metavar="N", help="tokens of a step (with --model)")
+    verb.add_argument("--sequence", type=_count, metavar="N", help="tokens of one sequence (default: 1024 at most)")
+    verb.add_argument("--wire", choices=["fp32", "bf16", "fp16", "int8"], default="bf16", help="format on the wire")
+    verb.add_argument(
+        "--server-down", type=_rate, metavar="GBIT", help="server to devices, Gbit/s (default: unlimited)"
+    )
+    verb.add_argument("--server-up", type=_rate, metavar="GBIT", help="devices to server, Gbit/s (default: unlimited)")
+    verb.add_argument(
+        "--server-tflops", type=_rate, metavar="TFLOPS", help="what the server computes itself (default: 0)"
+    )
+    verb.add_argument("--grain", choices=["auto", "gemm", "resident"], default="auto", help="what a unit of work is")
+    verb.add_argument(
+        "--split", choices=["auto", "2d", "3d"], default="auto", help="whether blocks may split the inner side"
+    )
+    verb.add_argument("--ungrouped", action="store_true", help="plan q, k, v and gate, up as gemms of their own")
+    verb.add_argument("--json", action="store_true", help="print the plan, every block of it, as JSON")
+    verb.add_argument("--plot", metavar="FILE.png", help="draw the tiling and the devices' timelines")
+    verb.set_defaults(run=_run_plan)
+
+
+def _run_plan(options: argparse.Namespace) -> None:
+    from cleave import app
+
+    app.run_plan(
+        fleet=options.fleet,
+        model=options.model,
+        gemm=options.gemm,
+        tokens=options.tokens,
+        sequence=options.sequence,
+        wire=options.wire,
+        server_down_gbit=options.server_down,
+        server_up_gbit=options.server_up,
+        server_tflops=options.server_tflops,
+        grain=options.grain,
+        split=options.split,
+        grouped=not options.ungrouped,
+        as_json=options.json,
+        plot=options.plot,
+    )
+
+
+def _add_fleet(add: _AddVerb) -> None:
+    verb = add("fleet", help="draw a fleet from the fact tables, or describe one")
+    actions = verb.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=_Parser)
+
+    sample = actions.add_parser("sample", help="draw a believable fleet")
+    sample.add_argument(
+        "--mix", required=True, metavar="CLASS=N,...", help="such as phone=600,laptop=300,desktop=60,sbc=40"
+    )
+    sample.add_argument(
+        "--country", default="us", metavar="CODE", help="whose links: us, gb, fr ... or world (default: us)"
+    )
+    sample.add_argument("--seed", type=_seed, default=1, metavar="N", help="same seed, same fleet (default: 1)")
+    sample.add_argument("--out", metavar="FLEET.csv", help="where to write it (default: standard output)")
+    sample.add_argument("--json", action="store_true", help="print a description as JSON (with --out)")
+    sample.set_defaults(run=_run_sample)
+
+    show = actions.add_parser("show", help="describe a fleet")
+    show.add_argument("fleet", metavar="FLEET.csv")
+    show.add_argument("--json", action="store_true", help="print the description as JSON")
+    show.set_defaults(run=_run_show)
+
+
+def _run_sample(options: argparse.Namespace) -> None:
+    from cleave import app
+
+    app.run_fleet_sample(
+        mix=options.mix, country=options.country, seed=options.seed, out=options.out, as_json=options.json
+    )
+
+
+def _run_show(options: argparse.Namespace) -> None:
+    from cleave import app
+
+    app.run_fleet_show(fleet=options.fleet, as_json=options.json)
+
+
+def _gemm(text: str) -> tuple[int, int, int]:
+    parts = text.split(",")
+    if len(parts) != 3:
+        raise argparse.ArgumentTypeError(f"expected three sizes M,N,K such as 4096,2048,2048, got {text!r}")
+    m, n, k = (_count(part) for part in parts)
+    return m, n, k
+
+
+def _count(text: str) -> int:
+    try:
+        value = int(text.strip())
+    except ValueError:
+        value = 0
+    if not 1 <= value < 2**40:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 1 up, got {text!r}")
+    return value
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
+def _seed(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 up, got {text!r}")
+    return value
