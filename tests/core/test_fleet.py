@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 
 import numpy as np
 import pytest
@@ -243,21 +242,6 @@ def test_taking_devices_takes_their_whole_profiles(profiles: Profiles, data: st.
     assert taken.country == tuple(profiles.country[i] for i in indices)
     for column in NUMBERS:
         np.testing.assert_array_equal(getattr(taken, column), getattr(profiles, column)[indices])
-
-
-def test_8192_devices_read_within_100_ms() -> None:
-    rng = np.random.default_rng(0)
-    count = 8192
-    rates = {column: rng.lognormal(20, 1, count) for column in NUMBERS}
-    text = write_csv(
-        Profiles(names=tuple(f"phone-{i}" for i in range(count)), device_class=("phone",) * count, **rates)
-    )
-    seconds: list[float] = []
-    for _ in range(10):
-        begun = time.perf_counter()
-        read_csv(text, "fleet.csv")
-        seconds.append(time.perf_counter() - begun)
-    assert min(seconds) < 0.1
 
 
 def test_a_summary_counts_classes_and_gives_quantiles_and_totals() -> None:

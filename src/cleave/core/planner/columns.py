@@ -92,7 +92,7 @@ def cut(
     total = np.add.reduceat(length, starts)
     ends = np.cumsum(length)
     middle = ends - (ends - length)[starts][sheet] - length / 2
-    most = np.minimum(sheets.width, np.diff(np.append(starts, len(sheet)))).astype(np.int64)
+    most = np.maximum(np.minimum(sheets.width, np.diff(np.append(starts, len(sheet)))).astype(np.int64), 1)
     columns = np.clip(np.rint(total / sheets.length).astype(np.int64) + shift, 1, most)
     column = np.minimum((middle / total[sheet] * columns[sheet]).astype(np.int64), columns[sheet] - 1)
     layout = Layout.of(devices, sheet * (len(devices) + 1) + column, len(devices) + 1)

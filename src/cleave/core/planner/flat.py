@@ -1,7 +1,7 @@
 """2D: blocks that keep the inner dimension whole. One sheet, its columns found by cutting and by search.
 
 Large fleets are cut (`columns.cut`) a few ways and the best is taken: within a few parts in a thousand of the bound.
-In small fleets every device counts: up to SEVEN devices every way to put them into columns is tried, up to SEARCHED a
+In small fleets every device counts: up to EXHAUSTIVE devices every way to put them into columns is tried, up to SEARCHED a
 local search moves and swaps devices between columns. Candidates are balanced all at once, as sheets of one layout.
 """
 
@@ -15,16 +15,17 @@ import numpy as np
 from cleave.core.cost import UnitCosts, area_within
 from cleave.core.fleet import Floats, Ints
 from cleave.core.planner.columns import Layout, Sheets, balance, cut, mean_widths, settle, widths_within
+from cleave.core.planner.corner import plan_corner
 from cleave.core.planner.tiling import Tiling, from_columns
 
-SEVEN = 7
+EXHAUSTIVE = 8
 SEARCHED = 256
 BOTH_WAYS = 2048
 _GOOD_ENOUGH = 1.005
 _TURNS = 15
 _SEARCH_TURNS = 8
 _SEARCH_ENTRIES = 30_000
-_SETTLED = 4  # how many of the best candidates are rounded, where rounding may change their order
+_STARTS = ((32, 4), (64, 2), (SEARCHED, 1))  # up to so many devices, so many candidates are searched and rounded
 
 
 def plan_flat(unit: UnitCosts, rows: int, cols: int, inner: int, target_s: float) -> tuple[Tiling, float] | None:
@@ -32,16 +33,18 @@ def plan_flat(unit: UnitCosts, rows: int, cols: int, inner: int, target_s: float
     ways = [False, True] if len(unit) <= BOTH_WAYS and rows != cols else [rows < cols]
     best: tuple[Tiling, float] | None = None
     for transposed in ways:
-        found = _plan_way(unit, *((cols, rows) if transposed else (rows, cols)), inner, target_s)
-        if found and (best is None or found[1] < best[1]):
-            best = (found[0].transposed() if transposed else found[0], found[1])
+        sides = (cols, rows) if transposed else (rows, cols)
+        for search in (_plan_way, plan_corner):
+            found = search(unit, *sides, inner, target_s)
+            if found and (best is None or found[1] < best[1]):
+                best = (found[0].transposed() if transposed else found[0], found[1])
     return best
 
 
 def _plan_way(unit: UnitCosts, rows: int, cols: int, inner: int, target_s: float) -> tuple[Tiling, float] | None:
     suits = _blocks_that_suit(unit, rows, cols, inner, target_s * 1.01)
     spread = 3 if len(unit) <= BOTH_WAYS else 1
-    if len(unit) <= SEVEN:
+    if len(unit) <= EXHAUSTIVE:
         layout, sheets = _layouts(np.arange(len(unit)), _partitions(len(unit)), rows, cols, inner)
         widths = mean_widths(layout, sheets, suits.width[layout.devices])
     else:
@@ -52,15 +55,17 @@ def _plan_way(unit: UnitCosts, rows: int, cols: int, inner: int, target_s: float
         shifts = np.arange(-spread, spread + 1)
         layout, widths = cut(sheets, many, sheet, suits.length[many], suits.width[many], shifts)
     widths, times = balance(unit, layout, sheets, np.full(layout.sheets, target_s * 1.02), widths, _TURNS)
-    if SEVEN < len(unit) <= SEARCHED:
-        layout, widths, times = _search(unit, layout, sheets, widths, times, target_s)
+    single = _sheets(rows, cols, inner, 1)
     best: tuple[Tiling, float] | None = None
-    for sheet in np.argsort(times)[: _SETTLED if len(unit) <= SEARCHED else 1]:
+    starts = next((starts for devices, starts in _STARTS if len(unit) <= devices), 1)
+    for sheet in np.argsort(times)[:starts]:
         alone, columns = layout.only(sheet, sheet + 1)
-        start_s = np.minimum(times[sheet : sheet + 1], target_s * 2)
-        whole = settle(unit, alone, _sheets(rows, cols, inner, 1), widths[columns], start_s)
+        way = _Way(alone, widths[columns], min(float(times[sheet]), target_s * 2))
+        if EXHAUSTIVE < len(unit) <= SEARCHED:
+            way = _search(unit, way, single, target_s)
+        whole = settle(unit, way.layout, single, way.widths, np.array([way.finish_s]))
         if whole and (best is None or whole[2].max() < best[1]):
-            best = from_columns(alone, sheets.frame, *whole[:2], np.array([inner])), float(whole[2].max())
+            best = from_columns(way.layout, sheets.frame, *whole[:2], np.array([inner])), float(whole[2].max())
     return best
 
 
@@ -83,29 +88,32 @@ def _sheets(rows: int, cols: int, inner: int, count: int) -> Sheets:
     return Sheets.alike("inner-side-side", rows, cols, np.full(count, float(inner)))
 
 
-def _search(
-    unit: UnitCosts, layout: Layout, sheets: Sheets, widths: Floats, times: Floats, target_s: float
-) -> tuple[Layout, Floats, Floats]:
-    """Move devices between columns, or swap two, while that shortens the sheet; from the best cut.
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """One sheet, balanced."""
+
+    layout: Layout
+    widths: Floats
+    finish_s: float
+
+
+def _search(unit: UnitCosts, way: _Way, sheets: Sheets, target_s: float) -> _Way:
+    """Move devices between columns, or swap two, while that shortens the sheet.
 
     At a fixed moment a move changes the possible widths of two columns only, so it is judged by those two; moves that
     touch different columns are made together, and the sheet is balanced again.
     """
-    best = int(times.argmin())
-    layout, columns = layout.only(best, best + 1)
-    widths, times = widths[columns], times[best : best + 1]
-    alone = Sheets(sheets.frame, sheets.length[:1], sheets.width[:1], sheets.thickness[:1])
     for _ in range(_SEARCH_TURNS):
-        if times[0] <= target_s * _GOOD_ENOUGH or not np.isfinite(times[0]):
+        if way.finish_s <= target_s * _GOOD_ENOUGH:
             break
-        column = _improved(unit, layout, alone, float(times[0]), widths)
-        moved = Layout.of(layout.devices, column, len(layout.devices) + 2)
-        start = mean_widths(moved, alone, widths[layout.column][np.argsort(column, kind="stable")])
-        new_widths, new_times = balance(unit, moved, alone, times, start, _TURNS)
-        if new_times[0] > times[0] * (1 - 2e-4):
+        column = _improved(unit, way.layout, sheets, way.finish_s, way.widths)
+        moved = Layout.of(way.layout.devices, column, len(column) + 2)
+        start = mean_widths(moved, sheets, way.widths[way.layout.column][np.argsort(column, kind="stable")])
+        widths, times = balance(unit, moved, sheets, np.array([way.finish_s]), start, _TURNS)
+        if times[0] > way.finish_s * (1 - 2e-4):
             break
-        layout, widths, times = moved, new_widths, new_times
-    return layout, widths, times
+        way = _Way(moved, widths, float(times[0]))
+    return way
 
 
 def _improved(unit: UnitCosts, layout: Layout, sheets: Sheets, deadline_s: float, widths: Floats) -> Ints:
@@ -180,7 +188,7 @@ def _possible_widths(
 
 def _layouts(devices: Ints, columns: Ints, rows: int, cols: int, inner: int) -> tuple[Layout, Sheets]:
     """One sheet per assignment: columns[c, i] is where candidate c puts device i."""
-    candidates, entries = columns.shape
+    candidates, entries = len(columns), len(devices)
     key = np.repeat(np.arange(candidates) * (entries + 2), entries) + np.ravel(columns)
     layout = Layout.of(np.tile(devices, candidates), key, entries + 2)
     return layout, _sheets(rows, cols, inner, candidates)
@@ -188,7 +196,7 @@ def _layouts(devices: Ints, columns: Ints, rows: int, cols: int, inner: int) -> 
 
 @cache
 def _partitions(entries: int) -> Ints:
-    """Every way to put so many devices into columns, as restricted growth strings (877 for seven)."""
+    """Every way to put so many devices into columns, as restricted growth strings (4,140 for eight)."""
     ways = np.zeros((1, 1), dtype=np.int64)
     for _ in range(1, entries):
         highest = ways.max(axis=1)
