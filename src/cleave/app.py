@@ -182,7 +182,8 @@ def _read(path: str | Path, error: type[InputError], expected: str) -> str:
 
 def _sequence(shape: ModelShape, tokens: int, sequence: int | None) -> int:
     if sequence is None:
-        return min(_USUAL_SEQUENCE, shape.max_positions, tokens)
+        longest = min(_USUAL_SEQUENCE, shape.max_positions, tokens)
+        return next(length for length in range(longest, 0, -1) if tokens % length == 0)
     if sequence > shape.max_positions:
         raise InputError(
             f"{shape.name} has {shape.max_positions} positions, got --sequence {sequence}; give at most that many"

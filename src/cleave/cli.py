@@ -70,7 +70,12 @@ def _add_plan(add: _AddVerb) -> None:
     what.add_argument("--gemm", type=_gemm, metavar="M,N,K", help="one product C[M,N] = A[M,K] B[K,N]")
     verb.add_argument("--fleet", required=True, metavar="FLEET.csv", help="profiles, one device a line")
     verb.add_argument("--tokens", type=_count, metavar="N", help="tokens of a step (with --model)")
-    verb.add_argument("--sequence", type=_count, metavar="N", help="tokens of one sequence (default: 1024 at most)")
+    verb.add_argument(
+        "--sequence",
+        type=_count,
+        metavar="N",
+        help="tokens of one sequence (default: 1024 at most, dividing --tokens)",
+    )
     verb.add_argument("--wire", choices=["fp32", "bf16", "fp16", "int8"], default="bf16", help="format on the wire")
     verb.add_argument(
         "--server-down", type=_rate, metavar="GBIT", help="server to devices, Gbit/s (default: unlimited)"

@@ -84,7 +84,9 @@ def test_transfers_are_both_strips_down_and_the_block_up(
 @given(sides, sides, sides, st.floats(8, 14).map(lambda x: 10.0**x))
 def test_the_server_only_computes(rows: float, cols: float, inner: float, flops: float) -> None:
     unit = costs(fleets.one(), server=Server(flops_per_s=flops)).take(np.array([1]))
-    assert finish_s(unit, np.array([rows]), np.array([cols]), inner)[0] == pytest.approx(2 * rows * cols * inner / flops)
+    assert finish_s(unit, np.array([rows]), np.array([cols]), inner)[0] == pytest.approx(
+        2 * rows * cols * inner / flops
+    )
 
 
 def simulated_finish_s(down_s: float, work_s: float, up_s: float, pieces: int) -> float:
@@ -155,9 +157,7 @@ def test_inner_within_the_deadline_finishes_at_it_or_fills_the_memory(
 
 
 @given(fleets.fleets(most=3), deadlines, sides, sides)
-def test_reach_is_the_dimension_that_is_left(
-    fleet: Profiles, deadline: float, width: float, thickness: float
-) -> None:
+def test_reach_is_the_dimension_that_is_left(fleet: Profiles, deadline: float, width: float, thickness: float) -> None:
     unit = costs(fleet)
     rows = reach(unit, deadline, width, thickness, "inner-side-side")
     assert np.array_equal(rows, rows_within(unit, deadline, width, thickness))
@@ -219,9 +219,7 @@ def test_the_area_within_is_reached_by_some_block(
 
 
 @settings(max_examples=150)
-@given(
-    fleets.fleets(most=4), wires, deadlines, sides, sides, st.integers(1, 20_000), st.integers(0, 2**31)
-)
+@given(fleets.fleets(most=4), wires, deadlines, sides, sides, st.integers(1, 20_000), st.integers(0, 2**31))
 def test_no_thickness_beats_the_best_inner(
     fleet: Profiles, wire: WireFormat, deadline: float, one: float, other: float, inner: int, seed: int
 ) -> None:

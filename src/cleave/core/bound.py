@@ -152,4 +152,4 @@ def least_time(work: Callable[[float], float], target: float, tolerance: float =
             high, at_high = guess, value
         else:
             low, at_low = guess, value
-    return float(np.exp(high))
+    return float(np.exp(low))  # the side on which it is still a bound

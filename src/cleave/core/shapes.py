@@ -146,7 +146,7 @@ def named(name: str) -> ModelShape:
     """The preset of that name, in any case of letters."""
     key = name.lower()
     if key not in _PRESETS:
-        close = difflib.get_close_matches(key, PRESET_NAMES, n=1)
+        close = difflib.get_close_matches(key, PRESET_NAMES, n=1, cutoff=0.75)
         advice = f"did you mean {close[0]}?" if close else "give one of these names, or a path"
         expected = f"expected a path to config.json or a model name ({', '.join(PRESET_NAMES)})"
         raise ModelError(f"{expected}, got {reprlib.repr(name)}; {advice}")

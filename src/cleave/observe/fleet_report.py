@@ -9,7 +9,7 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.table import Table
 
-from cleave.core.fleet import ColumnSummary, FleetSummary
+from cleave.core.fleet import FleetSummary
 from cleave.observe.units import seconds, si
 
 _LABELS = {
@@ -19,7 +19,7 @@ _LABELS = {
     "latency_s": ("latency", "s"),
     "memory_bytes": ("usable memory", "B"),
     "watts": ("power under load", "W"),
-    "embodied_kgco2e": ("embodied carbon", "gCO2e"),
+    "embodied_kgco2e": ("embodied carbon", "kg CO2e"),
 }
 
 
@@ -36,14 +36,15 @@ def show(summary: FleetSummary, source: str, *, as_json: bool) -> None:
         table.add_column(heading, justify="left" if not heading else "right")
     for column in summary.columns:
         label, unit = _LABELS[column.column]
-        total = "" if column.total is None else _shown(column, column.total, unit)
+        total = "" if column.total is None else _shown(column.total, unit)
         known = "" if column.known == summary.devices else f" ({column.known:,} known)"
-        table.add_row(label + known, *(_shown(column, v, unit) for v in (column.p10, column.p50, column.p90)), total)
+        table.add_row(label + known, *(_shown(v, unit) for v in (column.p10, column.p50, column.p90)), total)
     console.print(table)
 
 
-def _shown(column: ColumnSummary, value: float, unit: str) -> str:
+def _shown(value: float, unit: str) -> str:
     if unit == "s":
         return seconds(value)
-    scale = {"bit/s": 8.0, "gCO2e": 1e3}.get(unit, 1.0)
-    return si(value * scale, unit)
+    if unit.startswith("kg"):
+        return f"{value:,.0f} {unit}"
+    return si(value * 8 if unit == "bit/s" else value, unit)

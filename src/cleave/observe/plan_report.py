@@ -55,7 +55,7 @@ def _show_step(plan: StepPlan, profiles: Profiles, server: Server, gpu: CloudGpu
     shape = plan.shape
     console.print(
         f"[bold]{shape.name}[/] ({si(shape.params, 'parameters')}), {plan.tokens:,} tokens a step in sequences of "
-        f"{plan.sequence:,}, wire {plan.wire}, {len(profiles):,} devices, {_server(server)}"
+        f"{plan.sequence:,}, wire {plan.wire}, {_devices(len(profiles))}, {_server(server)}"
     )
     table = _table("segment", "role", "m x n x k", "cut", "used", "runs", "step", "/bound", "limit")
     for segment in plan.segments:
@@ -94,9 +94,9 @@ def _show_gemm(plan: GemmPlan, profiles: Profiles, server: Server, gpu: CloudGpu
     console = Console(highlight=False)
     gemm = plan.gemm
     console.print(
-        f"[bold]gemm {gemm.m} x {gemm.n} x {gemm.k}[/], wire {plan.wire}, {len(profiles):,} devices, {_server(server)}"
+        f"[bold]gemm {gemm.m} x {gemm.n} x {gemm.k}[/], wire {plan.wire}, {_devices(len(profiles))}, {_server(server)}"
     )
-    parts = f"{len(plan.tiling):,} blocks on {_used(plan):,} devices" + (
+    parts = f"{len(plan.tiling):,} blocks on {_devices(_used(plan))}" + (
         f" in {plan.rounds} rounds, as memory cannot hold the output at once" if plan.rounds > 1 else ""
     )
     console.print(
@@ -150,9 +150,9 @@ def _print_left_out(console: Console, plans: Iterable[GemmPlan], devices: int) -
         console.print("every device takes part")
         return
     console.print(
-        f"left out of everything: {len(always):,} of {devices:,} devices; of some gemms: {len(sometimes):,}"
+        f"left out of everything: {len(always):,} of {_devices(devices)}; of some gemms: {len(sometimes):,}"
         if len(plans) > 1
-        else f"left out: {len(always):,} of {devices:,} devices"
+        else f"left out: {len(always):,} of {_devices(devices)}"
     )
     kinds: Counter[str] = Counter()
     examples: dict[str, str] = {}
@@ -194,6 +194,10 @@ def _table(*headings: str) -> Table:
 
 def _used(plan: GemmPlan) -> int:
     return len(np.unique(plan.tiling.device))
+
+
+def _devices(count: int) -> str:
+    return f"{count:,} device{'' if count == 1 else 's'}"
 
 
 def _range(ends: list[int]) -> str:

@@ -1,8 +1,9 @@
 """2D: blocks that keep the inner dimension whole. One sheet, its columns found by cutting and by search.
 
 Large fleets are cut (`columns.cut`) a few ways and the best is taken: within a few parts in a thousand of the bound.
-In small fleets every device counts: up to EXHAUSTIVE devices every way to put them into columns is tried, up to SEARCHED a
-local search moves and swaps devices between columns. Candidates are balanced all at once, as sheets of one layout.
+In small fleets every device counts: up to EXHAUSTIVE devices every way to put them into columns is tried, up to
+SEARCHED a local search moves and swaps devices between columns; a device that dwarfs the others gets a corner
+(`corner`). Candidates are balanced all at once, as sheets of one layout.
 """
 
 from __future__ import annotations

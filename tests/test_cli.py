@@ -1,0 +1,219 @@
+"""The command line as a person or a script meets it: good input, bad input, stable formats."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cleave.cli import main
+
+HEADER = "device,flops_per_s,down_bytes_per_s,up_bytes_per_s,latency_s,memory_bytes"
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 256,
+}
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> str:
+    path = tmp_path / "fleet.csv"
+    assert main(["fleet", "sample", "--mix", "phone=6,laptop=3,desktop=1", "--seed", "5", "--out", str(path)]) == 0
+    return str(path)
+
+
+def write(tmp_path: Path, text: str, name: str = "given.csv") -> str:
+    (tmp_path / name).write_text(text)
+    return str(tmp_path / name)
+
+
+def test_a_gemm_plan_as_json_has_the_documented_fields_and_covers_the_output(
+    fleet: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    assert main(["plan", "--gemm", "700,500,300", "--fleet", fleet, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["gemm"] == {"m": 700, "n": 500, "k": 300}
+    assert plan["makespan_s"] >= plan["bound_s"] > 0
+    assert {"device", "rows", "cols", "inner"} == set(plan["blocks"][0])
+    volume = sum(
+        (b["rows"][1] - b["rows"][0]) * (b["cols"][1] - b["cols"][0]) * (b["inner"][1] - b["inner"][0])
+        for b in plan["blocks"]
+    )
+    assert volume == 700 * 500 * 300
+    named = {row["device"] for row in csv.DictReader(Path(fleet).read_text().splitlines())}
+    assert {b["device"] for b in plan["blocks"]} | {x["device"] for x in plan["left_out"]} == named
+
+
+def test_a_model_plan_as_json_adds_up(fleet: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["plan", "--model", "opt-125m", "--tokens", "2048", "--fleet", fleet, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["grain"] == "gemm"
+    assert plan["step_s"] == pytest.approx(sum(s["count"] * s["makespan_s"] for s in plan["segments"]))
+    assert {s["role"] for s in plan["segments"]} == {"forward", "grad_input", "grad_weight"}
+    assert all(s["blocks"] for s in plan["segments"])
+
+
+def test_the_server_takes_a_block_under_its_own_name(fleet: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["plan", "--gemm", "2048,2048,2048", "--fleet", fleet, "--server-tflops", "1", "--json"]) == 0
+    assert "server" in {b["device"] for b in json.loads(capsys.readouterr().out)["blocks"]}
+
+
+def test_a_server_cap_never_makes_a_plan_faster(fleet: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    times: list[float] = []
+    for cap in ([], ["--server-down", "0.2", "--server-up", "0.1"]):
+        assert main(["plan", "--gemm", "4096,4096,4096", "--fleet", fleet, "--json", *cap]) == 0
+        times.append(json.loads(capsys.readouterr().out)["makespan_s"])
+    assert times[1] > times[0]
+
+
+def test_the_tables_name_time_bound_limit_and_the_gpu(fleet: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--gemm", "700,500,300", "--fleet", fleet]) == 0
+    assert main(["plan", "--model", "opt-125m", "--tokens", "2048", "--fleet", fleet]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for words in ("of the lower bound", "limited by", "bytes per device", "A100", "45%", "grad_weight", "attention"):
+        assert words in text
+
+
+def test_a_config_json_or_its_folder_is_a_model(fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, json.dumps(CONFIG), "config.json")
+    capsys.readouterr()
+    steps: list[float] = []
+    for model in (path, str(tmp_path)):
+        assert main(["plan", "--model", model, "--tokens", "96", "--fleet", fleet, "--json"]) == 0
+        steps.append(json.loads(capsys.readouterr().out)["step_s"])
+    assert steps[0] == steps[1]
+
+
+@pytest.mark.parametrize("what", ["--gemm 700,500,300 --split 3d", "--model opt-125m --tokens 64"])
+def test_a_plot_is_a_picture(fleet: str, tmp_path: Path, what: str) -> None:
+    picture = tmp_path / "plan.png"
+    assert main(["plan", *what.split(), "--fleet", fleet, "--plot", str(picture)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert picture.stat().st_size > 20_000
+
+
+def test_the_same_seed_draws_the_same_fleet(capsys: pytest.CaptureFixture[str]) -> None:
+    drawn: list[str] = []
+    for seed in ("3", "3", "4"):
+        assert main(["fleet", "sample", "--mix", "phone=5,sbc=2", "--country", "gb", "--seed", seed]) == 0
+        drawn.append(capsys.readouterr().out)
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_a_fleet_is_described_in_words_and_as_json(fleet: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    assert main(["fleet", "show", fleet]) == 0
+    assert "10 devices (6 phone, 3 laptop, 1 desktop)" in " ".join(capsys.readouterr().out.split())
+    assert main(["fleet", "show", fleet, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["devices"] == 10
+
+
+GOOD = f"{HEADER}\na,1e12,1e7,1e6,0.01,1e9\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is empty"),
+        (HEADER + "\n", "no device"),
+        (GOOD.replace("1e7", "nan"), "down_bytes_per_s of device 'a'"),
+        (GOOD.replace("1e7", "-1"), "above 0"),
+        (GOOD.replace("1e12", "0"), "flops_per_s of device 'a'"),
+        (GOOD + "a,1e12,1e7,1e6,0.01,1e9\n", "comes twice"),
+        (GOOD.replace(",memory_bytes", "").replace(",1e9", ""), "lacks memory_bytes"),
+        (GOOD.replace("1e9", "100"), "smallest block needs"),
+    ],
+)
+def test_a_bad_fleet_gives_one_sentence_and_exit_code_2(
+    text: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--gemm", "100,100,100", "--fleet", write(tmp_path, text)]) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert ";" in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "llama-2-7c", "--tokens", "64"], "did you mean llama-2-7b"),
+        (["--model", "opt-125m"], "add --tokens"),
+        (["--model", "opt-125m", "--tokens", "100", "--sequence", "7"], "whole number of sequences"),
+        (["--model", "opt-125m", "--tokens", "4096", "--sequence", "4096"], "2048 positions"),
+        (["--model", "no/such/config.json", "--tokens", "64"], "cannot read"),
+        (["--gemm", "5,5,5", "--tokens", "64"], "--tokens goes with --model"),
+        (["--gemm", "5,5,5", "--grain", "resident"], "not built yet"),
+        (["--gemm", "5,5,5", "--plot", "plan.gif"], "end in .png"),
+        (["--gemm", "5,5,5", "--plot", "no/such/plan.png"], "no folder"),
+    ],
+)
+def test_a_bad_request_gives_one_sentence_and_exit_code_2(
+    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *arguments, "--fleet", write(tmp_path, GOOD)]) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["[1, 2]", "{broken", json.dumps({**CONFIG, "hidden_size": "wide"}), json.dumps({**CONFIG, "model_type": "mamba"})],
+)
+def test_a_malformed_config_gives_one_sentence_and_exit_code_2(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path, config, "config.json")
+    assert main(["plan", "--model", path, "--tokens", "64", "--fleet", write(tmp_path, GOOD)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("cleave plan: ")
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "--gemm", "5,5", "--fleet", "x.csv"],
+        ["plan", "--gemm", "5,0,5", "--fleet", "x.csv"],
+        ["plan", "--gemm", "5,5,5", "--fleet", "x.csv", "--server-down", "0"],
+        ["plan", "--gemm", "5,5,5", "--fleet", "x.csv", "--wire", "fp8"],
+        ["plan", "--gemm", "5,5,5"],
+        ["fleet", "sample", "--mix", "phone=1", "--seed", "-1"],
+        ["nonsense"],
+    ],
+)
+def test_bad_flags_give_one_sentence_and_exit_code_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("mix", ["tablet=3", "phone=x", "phone=-1", "phone=0", "", "phone"])
+def test_a_bad_mix_gives_one_sentence_and_exit_code_2(mix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", "sample", "--mix", mix]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_help_loads_none_of_the_heavy_parts() -> None:
+    code = (
+        "import sys, cleave.cli\n"
+        "try: cleave.cli.main(['--help'])\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'numpy', 'rich', 'matplotlib', 'torch'} & set(sys.modules)), file=sys.stderr)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stderr.strip() == "[]"
