@@ -13,7 +13,7 @@ from cleave.core.cost import WIRE_BYTES, Server, WireFormat, area_within, finish
 from cleave.core.fleet import Profiles
 from cleave.core.graph import Gemm
 
-settings.register_profile("unhurried", deadline=None, max_examples=60)
+settings.register_profile("unhurried", deadline=None, max_examples=25)
 settings.load_profile("unhurried")
 
 wires = st.sampled_from(fleets.WIRES)

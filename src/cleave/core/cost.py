@@ -263,16 +263,16 @@ def _best_inner_by_search(unit: UnitCosts, deadline_s: float, short: float, long
     low, high = np.zeros(len(unit)), np.full(len(unit), math.log(inner))
     left, right = high - golden * (high - low), low + golden * (high - low)
     at_left, at_right = volume(left), volume(right)
-    for _ in range(20):
+    for _ in range(36):
         thin = at_left >= at_right
         low, high = np.where(thin, low, left), np.where(thin, right, high)
         new = np.where(thin, high - golden * (high - low), low + golden * (high - low))
         at_new = volume(new)
         left, right = np.where(thin, new, right), np.where(thin, left, new)
         at_left, at_right = np.where(thin, at_new, at_right), np.where(thin, at_left, at_new)
-    whole = np.full(len(unit), math.log(inner))
-    middle = np.where(volume(whole) >= np.maximum(at_left, at_right), whole, np.where(at_left > at_right, left, right))
-    return np.exp(middle)
+    whole = inner * area_within(unit, deadline_s, short, long, float(inner))
+    middle = np.exp(np.where(at_left > at_right, left, right))
+    return np.where(whole >= np.maximum(at_left, at_right), float(inner), middle)
 
 
 # ------------------------------------------------------------------------------------------------------ memory

@@ -133,7 +133,8 @@ def balance(
     each = reach(entries, deadline[sheet][column], width[column], thickness, sheets.frame)
     total = np.add.reduceat(each, layout.column_starts)
     short = np.minimum.reduceat(total / sheets.length[sheet], layout.sheet_starts) < 1 - _CLOSE
-    return width, np.where(short, np.inf, deadline)
+    crowded = np.bincount(sheet) > sheets.width  # columns cannot be thinner than one
+    return width, np.where(short | crowded, np.inf, deadline)
 
 
 def widths_within(
@@ -163,10 +164,11 @@ def settle(
     start_s: Floats,
     precision: float = _PRECISION,
 ) -> tuple[Ints, Ints, Floats] | None:
-    """Whole widths and rows from real widths: the best rounding of each column, then the best rows in it.
+    """Whole numbers from real widths: the best rounding of each column, then the best lengths in it.
 
-    Returns the width of each column, the rows of each entry and the finish of each column; None where a sheet has more
-    columns than cols, or a column's devices can never hold its rows.
+    Returns the width of each column, the length of each entry and the finish of each column; None where a sheet is
+    narrower than it has columns, or a column's devices can never hold its length. A coarser precision is three times
+    as fast, and rounds by the largest remainder.
     """
     sheet = layout.sheet
     low = np.maximum(np.floor(widths * _WHOLE), 1.0)
@@ -177,13 +179,12 @@ def settle(
         spare += spare < 0
     if (low < 1).any():
         return None
-    times = column_times(unit, layout, sheets, low, start_s, precision)
-    if spare.any():
-        wider = column_times(unit, layout, sheets, low + 1, start_s, precision)
-        order = np.lexsort((wider, sheet))
-        rank = np.empty(len(order), dtype=np.int64)
-        rank[order] = np.arange(len(order)) - layout.sheet_starts[sheet[order]]
-        grow = rank < spare[sheet]
+    if precision > _PRECISION:
+        low += rank_within(low - widths, sheet, layout.sheet_starts) < spare[sheet]
+        times = column_times(unit, layout, sheets, low, start_s, precision)
+    else:
+        times, wider = (column_times(unit, layout, sheets, w, start_s, precision) for w in (low, low + 1))
+        grow = rank_within(wider, sheet, layout.sheet_starts) < spare[sheet]
         low, times = np.where(grow, low + 1, low), np.where(grow, wider, times)
     if not np.isfinite(times).all():
         return None
@@ -261,6 +262,14 @@ def _whole(
     entries: UnitCosts, deadline: Floats, width: Floats, thickness: Floats, frame: Frame, most: Floats
 ) -> Floats:
     return np.floor(np.minimum(reach(entries, deadline, width, thickness, frame), most) * _WHOLE)
+
+
+def rank_within(values: Floats, group: Ints, starts: Ints) -> Ints:
+    """The rank of each value among those of its group, smallest first."""
+    order = np.lexsort((values, group))
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(len(order)) - starts[group[order]]
+    return rank
 
 
 def _scaled(widths: Floats, layout: Layout, width: Floats) -> Floats:

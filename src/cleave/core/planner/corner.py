@@ -19,6 +19,7 @@ LARGE = 0.08
 """Share of the output from which on a device deserves a corner."""
 _SHIFTS = (-1, 0, 1)
 _TURNS = 10
+_LEAST = 8  # sides below this leave no room for an L
 _BELOW, _BESIDE = 0, 1
 
 
@@ -48,7 +49,7 @@ def plan_corner(unit: UnitCosts, rows: int, cols: int, inner: int, target_s: flo
     areas = area_within(unit, target_s * 1.01, float(min(rows, cols)), float(max(rows, cols)), float(inner))
     large, total = int(areas.argmax()), float(rows) * cols
     others = np.flatnonzero((areas >= 1.0) & (np.arange(len(unit)) != large))
-    if not LARGE * total <= areas[large] <= 0.9 * total or len(others) < 2:
+    if not LARGE * total <= areas[large] <= 0.9 * total or len(others) < 2 or min(rows, cols) < _LEAST:
         return None
     share = np.array([areas[large], 0.0, 0.0]) / total
     side = min(float(np.sqrt(areas[large])), 0.9 * rows, 0.9 * cols)
@@ -69,7 +70,8 @@ def plan_corner(unit: UnitCosts, rows: int, cols: int, inner: int, target_s: flo
         times = np.where(np.isfinite(times), times, 2 * target_s)
         share = share * (times.mean() / times) ** 1.2
         share /= share.sum()
-        corner = _Corner(rows * share[0] / (share[0] + share[1]), cols * (share[0] + share[1]))
+        high, wide = share[0] / (share[0] + share[1]), share[0] + share[1]
+        corner = _Corner(float(np.clip(rows * high, 1, rows - 1)), float(np.clip(cols * wide, 1, cols - 1)))
     assert best is not None
     if not np.isfinite(best[0]):
         return None

@@ -98,6 +98,12 @@ def plan_gemm(
     return _describe(profiles, unit, gemm, wire, server, best)
 
 
+def plan_alone(unit: UnitCosts, gemm: Gemm) -> tuple[Tiling, float] | None:
+    """A 2D tiling, in rounds where memory asks for it, without a word about it; for parts of a gemm."""
+    found = _in_rounds(unit, gemm, Server(), "2d", 0.0)
+    return (found.tiling, found.makespan_s) if found else None
+
+
 # ------------------------------------------------------------------------------------------------------ finding
 
 
@@ -184,7 +190,7 @@ def _select(
         if best is None or max(found[1], server_s) < best[1]:
             best = found[0], max(found[1], server_s)
         few, many = (few, count - 1) if server_s > found[1] else (count + 1, many)
-        count = int(np.clip(round(count * found[1] / server_s), few, max(many, few)))
+        count = int(np.clip(count * found[1] / max(server_s, found[1] / 2), few, max(many, few)))
     return best
 
 

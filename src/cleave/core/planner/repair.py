@@ -9,7 +9,7 @@ helpers were free. The next gemm is simply planned anew (`gemm.plan_gemm`): patc
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,18 +18,19 @@ from cleave.core.cost import (
     Server,
     UnitCosts,
     area_within,
-    block_memory_bytes,
     finish_s,
     rows_that_fit,
     unit_costs,
 )
 from cleave.core.fleet import Floats, Ints, Profiles
-from cleave.core.planner.columns import Sheets, balance, cut, settle
-from cleave.core.planner.gemm import SERVER, GemmPlan
-from cleave.core.planner.tiling import COLS, INNER, Tiling, from_columns
+from cleave.core.graph import Gemm
+from cleave.core.planner.columns import Sheets, balance, cut, rank_within, settle
+from cleave.core.planner.gemm import SERVER, GemmPlan, plan_alone
+from cleave.core.planner.tiling import COLS, INNER, Tiling, from_columns, join
 from cleave.errors import InfeasibleError, InputError
 
 _SOON_ENOUGH = 0.1
+_FEW, _MANY = 6, 1000
 _HELPERS = 16
 _TURNS = 5
 _ROUGH = 5e-3
@@ -39,7 +40,7 @@ _PACKING = 1.1  # strips and small sheets waste some area
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
     blocks: Tiling
-    """what is to be done in place of the lost blocks; devices as in `names`"""
+    """what is to be done in place of the lost blocks, round by round; devices as in `names`"""
     names: tuple[str, ...]
     recovery_s: float
     """from the moment the helpers start until the last lost element is back"""
@@ -86,6 +87,9 @@ def _by_mates(unit: UnitCosts, missing: Tiling, before: Tiling, owner: Ints) -> 
     A mate holds its strip, so a line (one row of a column, or one column of a row) costs it only that line: received,
     multiplied and returned as a stream, at the pace of the slowest of the three.
     """
+    crowd = np.bincount(before.mates)[missing.mates].min()
+    if (missing.along == INNER).any() or (crowd < _FEW and len(before) > _MANY):  # the few would be slow: save the time
+        return missing, np.inf, 0
     columns = np.unique(missing.mates)
     mending = np.zeros(int(before.mates.max()) + 1, dtype=bool)
     mending[columns] = True
@@ -93,7 +97,7 @@ def _by_mates(unit: UnitCosts, missing: Tiling, before: Tiling, owner: Ints) -> 
     helps = helps[np.argsort(before.mates[helps], kind="stable")]
     mates, device = before.take(helps), owner[helps]
     first = np.searchsorted(mates.mates, columns)
-    if (missing.along == INNER).any() or (np.diff(np.append(first, len(helps))) == 0).any():
+    if (np.diff(np.append(first, len(helps))) == 0).any():
         return missing, np.inf, 0
     column = np.searchsorted(columns, mates.mates)
     entries, depth = unit.take(device), mates.depths
@@ -106,10 +110,7 @@ def _by_mates(unit: UnitCosts, missing: Tiling, before: Tiling, owner: Ints) -> 
     times = _even_finish(line_s, entries.latency_s, column, first, needs)
     lines = np.floor(np.maximum(times[column] - entries.latency_s, 0.0) / line_s)
     more_s = entries.latency_s + (lines + 1) * line_s  # the rest, line by line, to whoever is done with it first
-    order = np.lexsort((more_s, column))
-    rank = np.empty(len(order), dtype=np.int64)
-    rank[order] = np.arange(len(order)) - first[column[order]]
-    lines += rank < (needs - np.add.reduceat(lines, first))[column]
+    lines += rank_within(more_s, column, first) < (needs - np.add.reduceat(lines, first))[column]
     if (lines > rows_that_fit(entries, width, depth)).any():
         return missing, np.inf, 0
     taken_s = float(np.where(lines > 0, entries.latency_s + lines * line_s, 0.0).max())
@@ -149,7 +150,7 @@ def _by_helpers(unit: UnitCosts, missing: Tiling, everyone: Ints) -> _Way:
     ranked = everyone[np.argsort(-strength, kind="stable")][: _HELPERS * len(missing)]
     ranked = ranked[: max(len(missing), int((strength > 0).sum()))]
     if len(ranked) < len(missing):
-        return _alone(unit, missing, ranked)
+        return _in_waves(unit, missing, everyone)
 
     def covered(t: float) -> float:
         return float(area_within(entries, t, side, side * 4, mean_depth).sum())
@@ -168,32 +169,49 @@ def _by_helpers(unit: UnitCosts, missing: Tiling, everyone: Ints) -> _Way:
     sheet_s = np.where(np.isfinite(sheet_s), sheet_s, start_s * 2)
     whole = settle(unit, layout, sheets, widths, sheet_s, _ROUGH)
     if whole is None:
-        return missing, np.inf, 0
+        return _one_by_one(unit, missing, everyone)
     blocks = from_columns(layout, sheets.frame, *whole[:2], depth.astype(np.int64))
+    blocks = replace(blocks, inner=blocks.inner - blocks.inner[:, :1])  # each sheet has an inner range of its own
     return blocks.placed_in(missing, layout.sheet[blocks.mates]), float(whole[2].max()), 0
 
 
 def _deal(shares: Floats, cards: int) -> Ints:
     """Whose each card is: everyone gets about their share, at least one, strong and weak ones spread evenly."""
-    hands = np.maximum(np.floor(shares / shares.sum() * cards), 1.0).astype(np.int64)
-    hands[np.argmax(hands)] += min(cards - int(hands.sum()), 0)
+    hands = 1 + np.floor(shares / shares.sum() * (cards - len(shares))).astype(np.int64)
     whose = np.repeat(np.arange(len(shares)), hands)
     turn = np.arange(len(whose)) - np.repeat(np.cumsum(hands) - hands, hands)
     dealt = whose[np.argsort((turn + 0.5) / hands[whose], kind="stable")]
-    return np.concatenate([dealt, np.full(max(cards - len(dealt), 0), int(hands.argmax()))])[:cards]
+    return np.append(dealt, np.full(cards - len(dealt), hands.argmax()))
 
 
-def _alone(unit: UnitCosts, pieces: Tiling, helpers: Ints) -> _Way:
-    """Fewer devices than lost blocks: whole blocks one after another, each to whoever is done with it first."""
-    times = np.zeros(len(helpers))
-    chosen: list[int] = []
-    for block in range(len(pieces)):
-        size = pieces.take(np.array([block]))
-        entries = unit.take(helpers)
-        took = finish_s(entries, size.heights + 0 * times, size.widths + 0 * times, size.depths)
-        fits = block_memory_bytes(entries, size.heights, size.widths, size.depths) <= entries.memory_bytes
-        ready = np.where(fits, times + took, np.inf)
-        best = int(ready.argmin())
-        times[best] = ready[best]
-        chosen.append(best)
-    return pieces.by(helpers[np.array(chosen)]), float(times.max()), 0
+def _in_waves(unit: UnitCosts, missing: Tiling, everyone: Ints) -> _Way:
+    """More lost blocks than helpers: as many at a time as leave two helpers for each, largest first."""
+    order = np.argsort(-missing.heights * missing.widths * missing.depths, kind="stable")
+    size = max(len(everyone) // 2, 1)
+    blocks: list[Tiling] = []
+    taken_s, rounds = 0.0, 0
+    for start in range(0, len(order), size):
+        tiling, wave_s, _ = _by_helpers(unit, missing.take(order[start : start + size]), everyone)
+        blocks.append(tiling.shifted(0, 0, rounds))
+        taken_s, rounds = taken_s + wave_s, rounds + int(tiling.round.max()) + 1
+    return join(blocks), taken_s, 0
+
+
+def _one_by_one(unit: UnitCosts, missing: Tiling, everyone: Ints) -> _Way:
+    """Every lost block as a gemm of its own over all who are left, one after another: slow, but it fits any memory."""
+    some = unit.take(everyone)
+    plans: dict[Gemm, tuple[Tiling, float] | None] = {}
+    blocks: list[Tiling] = []
+    taken_s, rounds = 0.0, 0
+    for number in range(len(missing)):
+        size = missing.take(np.array([number]))
+        gemm = Gemm(m=int(size.heights[0]), n=int(size.widths[0]), k=int(size.depths[0]))
+        if gemm not in plans:
+            plans[gemm] = plan_alone(some, gemm)
+        found = plans[gemm]
+        if found is None:
+            return missing, np.inf, 0
+        tiling = found[0].of_devices(everyone).shifted(0, 0, rounds)
+        blocks.append(tiling.placed_in(missing, np.full(len(tiling), number)))
+        taken_s, rounds = taken_s + found[1], int(tiling.round.max()) + 1
+    return join(blocks), taken_s, 0

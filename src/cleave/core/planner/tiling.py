@@ -90,8 +90,7 @@ class Tiling:
             self,
             rows=self.rows + blocks.rows[which, :1],
             cols=self.cols + blocks.cols[which, :1],
-            inner=blocks.inner[which],
-            round=blocks.round[which],
+            inner=self.inner + blocks.inner[which, :1],
         )
 
     def of_devices(self, devices: Ints) -> Tiling:
