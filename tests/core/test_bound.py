@@ -13,9 +13,6 @@ from cleave.core.cost import WIRE_BYTES, Server, WireFormat, area_within, finish
 from cleave.core.fleet import Profiles
 from cleave.core.graph import Gemm
 
-settings.register_profile("unhurried", deadline=None, max_examples=25)
-settings.load_profile("unhurried")
-
 wires = st.sampled_from(fleets.WIRES)
 ROOMY = ("usual", "wild", "narrow", "twins", "mixed")
 TOLERANCE = 3e-6  # of the bisection on the logarithm of time
@@ -69,6 +66,7 @@ def test_the_2d_bound_is_what_plain_bisection_gives(fleet: Profiles, gemm: Gemm,
     assert bound_2d(unit, gemm, Server()) == pytest.approx(scalar_bound_2d_s(fleet, gemm, wire), rel=1e-5)
 
 
+@settings(max_examples=12)
 @given(fleets.fleets(most=20, kinds=ROOMY), fleets.gemms(), wires, fleets.servers)
 def test_bounds_are_ordered(fleet: Profiles, gemm: Gemm, wire: WireFormat, server: Server) -> None:
     """More freedom, lower bound: splitting the inner dimension, no cap, complete overlap."""
@@ -80,6 +78,7 @@ def test_bounds_are_ordered(fleet: Profiles, gemm: Gemm, wire: WireFormat, serve
     assert bound_3d(unit, gemm, server) >= deep * (1 - TOLERANCE)
 
 
+@settings(max_examples=10)
 @given(fleets.fleets(most=20), fleets.gemms(), wires, st.integers(0, 2**31))
 def test_bounds_fall_when_the_fleet_gets_better(fleet: Profiles, gemm: Gemm, wire: WireFormat, seed: int) -> None:
     up = np.random.default_rng(seed).uniform(1, 2, (5, len(fleet)))
@@ -95,6 +94,7 @@ def test_bounds_fall_when_the_fleet_gets_better(fleet: Profiles, gemm: Gemm, wir
     assert bound_3d(new, gemm, Server()) <= bound_3d(old, gemm, Server()) * (1 + TOLERANCE)
 
 
+@settings(max_examples=8)
 @given(fleets.fleets(most=20), fleets.gemms(), st.floats(1, 10), fleets.servers)
 def test_a_wider_server_link_never_raises_a_bound(fleet: Profiles, gemm: Gemm, factor: float, server: Server) -> None:
     unit = unit_costs(fleet, "bf16", server)
@@ -107,6 +107,7 @@ def test_a_wider_server_link_never_raises_a_bound(fleet: Profiles, gemm: Gemm, f
     assert bound_3d(unit, gemm, wider) <= bound_3d(unit, gemm, server) * (1 + TOLERANCE)
 
 
+@settings(max_examples=25)
 @given(st.floats(0, 0.5), st.integers(1, 500), st.integers(1, 500), st.integers(1, 500), wires)
 def test_one_device_is_bounded_by_the_whole_gemm_alone(
     latency: float, m: int, n: int, k: int, wire: WireFormat
@@ -119,6 +120,7 @@ def test_one_device_is_bounded_by_the_whole_gemm_alone(
     assert bound_3d(unit, gemm, Server()) == pytest.approx(alone, rel=1e-5)
 
 
+@settings(max_examples=25)
 @given(fleets.fleets(most=10, kinds=ROOMY), fleets.gemms(), fleets.servers)
 def test_the_server_link_bounds_the_whole_output(fleet: Profiles, gemm: Gemm, server: Server) -> None:
     """Without a block of its own the server takes in the output once, and sends each operand at least once."""
@@ -135,7 +137,7 @@ def test_the_server_link_bounds_the_whole_output(fleet: Profiles, gemm: Gemm, se
 def test_no_block_in_time_beats_the_volume_within(
     fleet: Profiles, gemm: Gemm, wire: WireFormat, log_deadline: float, seed: int
 ) -> None:
-    unit, deadline = unit_costs(fleet, wire, Server()), 10.0**log_deadline
+    unit, deadline = unit_costs(fleet, wire, Server()).with_boundless_memory(), 10.0**log_deadline
     most = volume_within(unit, deadline, gemm)
     short, long = float(min(gemm.m, gemm.n)), float(max(gemm.m, gemm.n))
     for thickness in np.exp(np.random.default_rng(seed).uniform(0, np.log(gemm.k), 50)):
@@ -143,6 +145,7 @@ def test_no_block_in_time_beats_the_volume_within(
         assert (volume <= most * (1 + 1e-3) + 1e-9).all()
 
 
+@settings(max_examples=25)
 @given(fleets.fleets(most=30), fleets.gemms(), st.floats(-2, 3))
 def test_worth_ranks_areas_and_drops_the_useless(fleet: Profiles, gemm: Gemm, log_deadline: float) -> None:
     server = Server(flops_per_s=1e9)

@@ -32,9 +32,6 @@ from cleave.core.cost import (
 )
 from cleave.core.fleet import Profiles
 
-settings.register_profile("unhurried", deadline=None)
-settings.load_profile("unhurried")
-
 wires = st.sampled_from(fleets.WIRES)
 sides = st.floats(0.0, 4.5).map(lambda x: 10.0**x)
 FRAMES: tuple[Frame, ...] = ("inner-side-side", "side-inner-side", "side-side-inner")
@@ -223,7 +220,7 @@ def test_the_area_within_is_reached_by_some_block(
 def test_no_thickness_beats_the_best_inner(
     fleet: Profiles, wire: WireFormat, deadline: float, one: float, other: float, inner: int, seed: int
 ) -> None:
-    unit, short, long = costs(fleet, wire), min(one, other), max(one, other)
+    unit, short, long = costs(fleet, wire).with_boundless_memory(), min(one, other), max(one, other)
     best = best_inner(unit, deadline, short, long, inner)
     assert (best >= 1 - 1e-9).all()
     assert (best <= inner * (1 + 1e-9)).all()

@@ -35,8 +35,14 @@ def bound_2d(unit: UnitCosts, gemm: Gemm, server: Server) -> float:
 
 
 def bound_3d(unit: UnitCosts, gemm: Gemm, server: Server) -> float:
-    """Seconds, for blocks that may also split the inner dimension."""
+    """Seconds, for blocks that may also split the inner dimension; memory aside, so it holds for any rounds."""
+    unit = unit.with_boundless_memory()
     return least_time(lambda t: _capped_volume(unit, gemm, server, t), gemm.flops / 2)
+
+
+def holds_at_once(unit: UnitCosts, gemm: Gemm) -> bool:
+    """Whether the devices' memory could hold the whole gemm in one round, given all the time."""
+    return float(volume_within(unit, _NEVER_S, gemm).sum()) >= gemm.flops / 2 * (1 - 1e-9)
 
 
 def ideal_overlap_bound(unit: UnitCosts, gemm: Gemm) -> float:

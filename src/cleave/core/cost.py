@@ -38,6 +38,7 @@ Real = Floats | float
 _TINY = 1e-300
 _NO_TRANSFER_S = 1e-30
 _BOUNDLESS = 1e12
+_SCAN, _GOLDEN = 16, 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,12 +165,13 @@ def inner_within(unit: UnitCosts, deadline_s: Real, rows: Real, cols: Real) -> F
     tau = np.maximum(deadline_s - unit.latency_s, 0.0)
     edges, area = rows + cols, rows * cols
     down, compute, up = unit.down_s * edges, unit.mac_s * area, unit.up_s * area
-    share = np.minimum(down / (2 * compute), 1.0)
+    share = np.minimum(down / np.maximum(2 * compute, _TINY), 1.0)
     computed = tau / np.maximum(down, compute * (1 + share * share))
     returned = np.where(2 * up <= tau, tau, 2 * np.sqrt(np.maximum(up * (tau - up), 0.0))) / down
     whole = (unit.memory_bytes - _tiles_bytes(unit)) / (unit.wire_bytes * edges)
-    panels = ACCUMULATOR_BYTES * area + unit.wire_bytes * PANEL * edges <= unit.memory_bytes
-    return np.minimum(np.minimum(computed, returned), np.where(panels, np.inf, np.maximum(whole, 0.0)))
+    panel = (unit.memory_bytes - ACCUMULATOR_BYTES * area) / (unit.wire_bytes * edges)
+    fits = np.where(panel >= PANEL, np.inf, np.maximum(np.maximum(whole, panel), 0.0))
+    return np.minimum(np.minimum(computed, returned), fits)
 
 
 def reach(unit: UnitCosts, deadline_s: Real, width: Real, thickness: Real, frame: Frame) -> Floats:
@@ -204,7 +206,7 @@ def reach_and_slopes(
             edges, inner, area = width + thickness, size, width * thickness
     compute, up = unit.mac_s * inner * area, unit.up_s * area
     busy = np.maximum(compute, up)
-    share = np.minimum(unit.down_s * inner * edges / (2 * busy), 1.0)
+    share = np.minimum(unit.down_s * inner * edges / np.maximum(2 * busy, _TINY), 1.0)
     idle, side_s = 1 - share * share, share * unit.down_s * inner
     inner_busy = np.where(compute >= up, compute, 0.0)
     by_inner = share * unit.down_s * edges + idle * inner_busy / inner
@@ -240,7 +242,8 @@ def best_inner(unit: UnitCosts, deadline_s: float, short: float, long: float, in
 
     With m = th tau the streamed finish leaves d = 2 tau sqrt(th (1 - th)), and the volume grows as 2 th sqrt(1 - th):
     th = 2/3. Beyond up_s / mac_s compute binds and more thickness only adds download. Where a side or the memory is
-    full at that thickness, another may be better and is searched for.
+    full at that thickness, another may be better and is searched for: the best one, but for scarce memory, which makes
+    hills a search can miss by a per cent.
     """
     tau = np.maximum(deadline_s - unit.latency_s, 1e-12)
     side = np.sqrt(2 * tau / (3 * unit.up_s))
@@ -254,16 +257,19 @@ def best_inner(unit: UnitCosts, deadline_s: float, short: float, long: float, in
 
 
 def _best_inner_by_search(unit: UnitCosts, deadline_s: float, short: float, long: float, inner: int) -> Floats:
-    """Golden section over the logarithm of the thickness."""
+    """A coarse scan, as memory may make two hills of it, then golden section over the logarithm of the thickness."""
 
     def volume(log_inner: Floats) -> Floats:
         return np.exp(log_inner) * area_within(unit, deadline_s, short, long, np.exp(log_inner))
 
+    grid = np.linspace(0.0, math.log(inner), _SCAN)
+    scanned = np.stack([volume(np.full(len(unit), point)) for point in grid])
+    peak = scanned.argmax(axis=0)
+    low, high = grid[np.maximum(peak - 1, 0)], grid[np.minimum(peak + 1, _SCAN - 1)]
     golden = (5**0.5 - 1) / 2
-    low, high = np.zeros(len(unit)), np.full(len(unit), math.log(inner))
     left, right = high - golden * (high - low), low + golden * (high - low)
     at_left, at_right = volume(left), volume(right)
-    for _ in range(36):
+    for _ in range(_GOLDEN):
         thin = at_left >= at_right
         low, high = np.where(thin, low, left), np.where(thin, right, high)
         new = np.where(thin, high - golden * (high - low), low + golden * (high - low))

@@ -6,7 +6,7 @@ import fleets
 import numpy as np
 import pytest
 import tilings
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from cleave.app import sample_fleet
@@ -17,9 +17,7 @@ from cleave.core.graph import Gemm
 from cleave.core.planner.gemm import SERVER, GemmPlan, Split, plan_gemm
 from cleave.errors import InfeasibleError
 
-settings.register_profile("unhurried", deadline=None)
-settings.load_profile("unhurried")
-
+QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a fleet is (kind, count, seed): shrinking it says no more
 SPLITS: tuple[Split, ...] = ("auto", "2d", "3d")
 ROOMY: tuple[fleets.Kind, ...] = ("usual", "wild", "narrow", "twins", "mixed")
 wires, splits = st.sampled_from(fleets.WIRES), st.sampled_from(SPLITS)
@@ -62,13 +60,13 @@ def check(plan: GemmPlan, fleet: Profiles, server: Server) -> None:
     assert all(plan.left_out.values()), "whoever is left out is told why"
 
 
-@settings(max_examples=80)
+@settings(phases=QUICK, max_examples=40)
 @given(fleets.fleets(most=32), fleets.gemms(), wires, splits, fleets.servers)
 def test_any_plan_is_sound(fleet: Profiles, gemm: Gemm, wire: WireFormat, split: Split, server: Server) -> None:
     check(plan_gemm(fleet, gemm, wire=wire, server=server, split=split), fleet, server)
 
 
-@settings(max_examples=25)
+@settings(phases=QUICK, max_examples=20)
 @given(fleets.fleets(most=60), fleets.gemms(tiny), wires, splits, fleets.servers)
 def test_more_devices_than_elements_are_no_harm(
     fleet: Profiles, gemm: Gemm, wire: WireFormat, split: Split, server: Server
@@ -76,7 +74,7 @@ def test_more_devices_than_elements_are_no_harm(
     check(plan_gemm(fleet, gemm, wire=wire, server=server, split=split), fleet, server)
 
 
-@settings(max_examples=15)
+@settings(phases=QUICK, max_examples=15)
 @given(fleets.fleets(most=1), fleets.gemms(), wires, splits)
 def test_one_device_does_it_all(fleet: Profiles, gemm: Gemm, wire: WireFormat, split: Split) -> None:
     plan = plan_gemm(fleet, gemm, wire=wire, split=split)
@@ -85,7 +83,7 @@ def test_one_device_does_it_all(fleet: Profiles, gemm: Gemm, wire: WireFormat, s
         assert len(plan.tiling) == 1
 
 
-@settings(max_examples=12)
+@settings(phases=QUICK, max_examples=6)
 @given(fleets.fleets(most=20, kinds=ROOMY), fleets.gemms(), splits)
 def test_a_server_far_faster_than_its_link_computes_alone(fleet: Profiles, gemm: Gemm, split: Split) -> None:
     server = Server(down_bytes_per_s=1.0, up_bytes_per_s=1.0, flops_per_s=1e16)
@@ -112,7 +110,7 @@ def test_plans_of_large_fleets_are_sound(
     check(plan_gemm(fleet, gemm, split=split, server=server), fleet, server)
 
 
-@settings(max_examples=15)
+@settings(phases=QUICK, max_examples=10)
 @given(fleets.fleets(most=25), fleets.gemms(), wires, fleets.servers)
 def test_auto_is_never_slower_than_2d(fleet: Profiles, gemm: Gemm, wire: WireFormat, server: Server) -> None:
     auto = plan_gemm(fleet, gemm, wire=wire, server=server)
@@ -120,7 +118,7 @@ def test_auto_is_never_slower_than_2d(fleet: Profiles, gemm: Gemm, wire: WireFor
     assert auto.makespan_s <= flat.makespan_s * (1 + 1e-9)
 
 
-@settings(max_examples=15)
+@settings(phases=QUICK, max_examples=6)
 @given(fleets.fleets(most=12), fleets.gemms(), splits)
 def test_the_same_request_gives_the_same_plan(fleet: Profiles, gemm: Gemm, split: Split) -> None:
     one, two = (plan_gemm(fleet, gemm, split=split) for _ in range(2))
@@ -129,7 +127,7 @@ def test_the_same_request_gives_the_same_plan(fleet: Profiles, gemm: Gemm, split
     assert np.array_equal(one.tiling.device, two.tiling.device)
 
 
-@settings(max_examples=20)
+@settings(phases=QUICK, max_examples=8)
 @given(fleets.fleets(most=25), fleets.gemms(), wires, splits, fleets.servers)
 def test_no_plan_is_faster_than_the_bounds(
     fleet: Profiles, gemm: Gemm, wire: WireFormat, split: Split, server: Server
@@ -154,11 +152,11 @@ def test_little_memory_forces_rounds(split: Split) -> None:
     check(plan, small, Server())
 
 
-@settings(max_examples=25)
+@settings(phases=QUICK, max_examples=10)
 @given(
     st.integers(1, 6),
     st.floats(3.8, 5.5),
-    fleets.gemms(st.integers(1, 800)),
+    fleets.gemms(st.integers(1, 300)),
     wires,
     splits,
     st.integers(0, 2**31),
@@ -194,7 +192,7 @@ SHAPES = [
 def sampled(count: int, seed: int) -> Profiles:
     phones, laptops = count * 5 // 8, count // 4
     return sample_fleet(
-        f"phone={phones},laptop={laptops},desktop={count - phones - laptops}", ("us", "de", "in")[seed % 3], seed
+        f"phone={phones},laptop={laptops},desktop={count - phones - laptops}", ("us", "fr", "in")[seed % 3], seed
     )
 
 
@@ -255,15 +253,17 @@ def scaled(fleet: Profiles, factors: Floats | float) -> Profiles:
     )
 
 
-@settings(max_examples=12)
+@settings(phases=QUICK, max_examples=8)
 @given(sense_fleets, sense_shapes, splits, st.integers(0, 2**31))
 def test_a_better_fleet_never_plans_slower(fleet: Profiles, gemm: Gemm, split: Split, seed: int) -> None:
-    better = scaled(fleet, np.random.default_rng(seed).uniform(1, 2, (5, len(fleet))))
+    rng = np.random.default_rng(seed)
+    few = rng.random((5, len(fleet))) < rng.random()  # from hardly any to all of the numbers
+    better = scaled(fleet, np.where(few, rng.uniform(1, 1.5, few.shape), 1.0))
     before, after = (plan_gemm(x, gemm, split=split).makespan_s for x in (fleet, better))
     assert after <= before * 1.01
 
 
-@settings(max_examples=12)
+@settings(phases=QUICK, max_examples=8)
 @given(sense_fleets, sense_shapes, splits)
 def test_one_more_device_never_plans_slower(fleet: Profiles, gemm: Gemm, split: Split) -> None:
     fewer = fleet.take(np.arange(len(fleet) - 1))
@@ -271,7 +271,7 @@ def test_one_more_device_never_plans_slower(fleet: Profiles, gemm: Gemm, split: 
     assert after <= before * 1.01
 
 
-@settings(max_examples=12)
+@settings(phases=QUICK, max_examples=8)
 @given(sense_fleets, sense_shapes, splits, st.floats(1.5, 10))
 def test_time_scales_with_the_rates(fleet: Profiles, gemm: Gemm, split: Split, factor: float) -> None:
     """All rates f times higher and all latencies f times lower: everything happens f times sooner."""
@@ -280,7 +280,7 @@ def test_time_scales_with_the_rates(fleet: Profiles, gemm: Gemm, split: Split, f
     assert after * factor == pytest.approx(before, rel=0.01)
 
 
-@settings(max_examples=12)
+@settings(phases=QUICK, max_examples=8)
 @given(sense_fleets, sense_shapes, wires, splits)
 def test_the_order_of_devices_does_not_matter(fleet: Profiles, gemm: Gemm, wire: WireFormat, split: Split) -> None:
     backwards = fleet.take(np.arange(len(fleet))[::-1])

@@ -6,7 +6,7 @@ import fleets
 import numpy as np
 import pytest
 import tilings
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from cleave.core.cost import Server, WireFormat, finish_s, unit_costs
@@ -17,9 +17,7 @@ from cleave.core.planner.repair import Repair, repair
 from cleave.core.planner.tiling import COLS
 from cleave.errors import InfeasibleError, InputError
 
-settings.register_profile("unhurried", deadline=None)
-settings.load_profile("unhurried")
-
+QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a fleet is (kind, count, seed): shrinking it says no more
 wires = st.sampled_from(fleets.WIRES)
 splits: st.SearchStrategy[Split] = st.sampled_from(["auto", "2d", "3d"])
 ROOMY: tuple[fleets.Kind, ...] = ("usual", "wild", "narrow", "twins", "mixed")
@@ -41,14 +39,17 @@ def check(mended: Repair, plan: GemmPlan, lost: set[str], now: Profiles, server:
     unit = unit_costs(now, plan.wire, server)
     assert (blocks.memory_bytes(unit) <= unit.memory_bytes[blocks.device]).all()
     assert mended.by_mates in (0, len(missing))
-    lines_s = recomputed_s(mended, now, plan.wire, server)
+    busy_s = [recomputed_s(mended, now, plan.wire, server, wave) for wave in np.unique(blocks.round)]
     assert 0 < mended.recovery_s < np.inf
-    assert lines_s.max() == pytest.approx(mended.recovery_s, rel=0.03)
+    # At least what its busiest device needs; at most wave after wave, each until its last device is done.
+    assert np.sum(busy_s, axis=0).max() <= mended.recovery_s * 1.03
+    assert mended.recovery_s <= sum(wave_s.max() for wave_s in busy_s) * 1.03
 
 
-def recomputed_s(mended: Repair, now: Profiles, wire: WireFormat, server: Server) -> Floats:
-    """Seconds of each device: mates stream the lines of their strip, others receive blocks as in any plan."""
-    unit, blocks = unit_costs(now, wire, server), mended.blocks
+def recomputed_s(mended: Repair, now: Profiles, wire: WireFormat, server: Server, wave: int) -> Floats:
+    """Seconds of each device in a wave: mates stream lines of their strip, others receive blocks as in any plan."""
+    unit = unit_costs(now, wire, server)
+    blocks = mended.blocks.take(np.flatnonzero(mended.blocks.round == wave))
     one = unit.take(blocks.device)
     busy = np.zeros(len(unit))
     if mended.by_mates:
@@ -85,7 +86,7 @@ def without(fleet: Profiles, gone: set[str]) -> Profiles:
     return fleet.take(np.array([i for i, name in enumerate(fleet.names) if name not in gone], dtype=np.int64))
 
 
-@settings(max_examples=60)
+@settings(phases=QUICK, max_examples=25)
 @given(fleets.fleets(least=2, most=40, kinds=ROOMY), fleets.gemms(), wires, splits, st.data())
 def test_any_repair_is_sound(fleet: Profiles, gemm: Gemm, wire: WireFormat, split: Split, data: st.DataObject) -> None:
     plan = plan_gemm(fleet, gemm, wire=wire, split=split)
@@ -94,7 +95,7 @@ def test_any_repair_is_sound(fleet: Profiles, gemm: Gemm, wire: WireFormat, spli
     check(repair(plan, now, lost), plan, lost, now, Server())
 
 
-@settings(max_examples=60)
+@settings(phases=QUICK, max_examples=40)
 @given(st.integers(4, 50), st.floats(0.5, 3.0), seeds, st.data())
 def test_latencies_of_any_spread_are_no_harm(count: int, spread: float, seed: int, data: st.DataObject) -> None:
     """Mates whose latency exceeds the recovery take nothing; there may be many of them, at every scale."""
@@ -112,13 +113,16 @@ def test_latencies_of_any_spread_are_no_harm(count: int, spread: float, seed: in
         check(repair(plan, profiles, lost), plan, lost, profiles, Server())
 
 
-@settings(max_examples=60)
-@given(st.integers(8, 50), st.integers(0, 2**31), st.floats(0.2, 0.5), fleets.gemms(st.integers(100, 4000)))
+@settings(phases=QUICK, max_examples=40)
+@given(st.integers(8, 50), st.integers(0, 2**31), st.floats(0.3, 0.5), fleets.gemms(st.integers(100, 4000)))
 def test_lost_blocks_of_any_sizes_find_helpers(count: int, seed: int, share: float, gemm: Gemm) -> None:
     """Few large and many small blocks lost at once, with hardly more survivors than blocks."""
-    fleet = fleets.mixed(count, seed)
+    wild, memory = fleets.wild(count, seed), np.full(count, 4e9)
+    fleet = fleets.of(
+        wild.flops_per_s * 100, wild.down_bytes_per_s * 10, wild.up_bytes_per_s * 10, wild.latency_s, memory
+    )
     plan = plan_gemm(fleet, gemm, split="2d")
-    lost = some(fleet.names, max(1, int(count * share)), seed)
+    lost = some(fleet.names, int(count * share), seed)
     check(repair(plan, fleet, lost), plan, lost, fleet, Server())
 
 
@@ -132,7 +136,17 @@ def test_a_large_fleet_recovers_from_one_percent(count: int, split: Split) -> No
     assert mended.recovery_s <= 0.2 * plan.makespan_s
 
 
-@settings(max_examples=25)
+def test_mates_that_help_in_several_rounds_need_the_sum_of_their_times() -> None:
+    fleet = fleets.usual(5, 117)
+    memory = 10 ** np.random.default_rng(117).uniform(5.5, 7, 6)[1:]
+    small = fleets.of(fleet.flops_per_s, fleet.down_bytes_per_s, fleet.up_bytes_per_s, fleet.latency_s, memory)
+    plan = plan_gemm(small, Gemm(m=2637, n=2905, k=421), split="2d")
+    assert plan.rounds > 1
+    for name in small.names:
+        check(repair(plan, small, {name}), plan, {name}, small, Server())
+
+
+@settings(phases=QUICK, max_examples=12)
 @given(st.integers(2, 12), seeds, splits, st.integers(1, 11))
 def test_cramped_plans_in_rounds_are_mended_too(count: int, seed: int, split: Split, losses: int) -> None:
     fleet = fleets.usual(count, seed)
@@ -144,14 +158,14 @@ def test_cramped_plans_in_rounds_are_mended_too(count: int, seed: int, split: Sp
     check(repair(plan, small, lost), plan, lost, small, Server())
 
 
-@settings(max_examples=25)
+@settings(phases=QUICK, max_examples=8)
 @given(fleets.fleets(least=2, most=12, kinds=ROOMY), fleets.gemms(), splits, seeds)
 def test_the_server_can_help_and_joiners_too(fleet: Profiles, gemm: Gemm, split: Split, seed: int) -> None:
     server = Server(flops_per_s=1e12)
     plan = plan_gemm(fleet, gemm, split=split, server=server)
     lost = some(fleet.names, len(fleet) - 1, seed)
     now = joined(fleet, fleets.usual(3, seed))
-    mended = repair(plan, now, lost, server=server)
+    mended = repair(plan, now, lost)
     assert mended.names == (*now.names, SERVER)
     check(mended, plan, lost, now, server)
 
@@ -166,16 +180,14 @@ def test_joiners_alone_can_take_over() -> None:
     assert all(name.startswith("new-") for name in mended.names)
 
 
-@pytest.mark.parametrize("survivor_memory", [3e6, 1e6])
-def test_a_lost_block_larger_than_any_survivor_is_cut(survivor_memory: float) -> None:
+def test_lost_blocks_larger_than_any_survivor_are_cut() -> None:
     """The survivor could do the whole gemm in rounds, so it can do a part of it."""
-    memory = np.array([1e9, survivor_memory])
-    fleet = fleets.of(np.full(2, 1e12), np.array([1e8, 1e6]), np.array([1e8, 1e6]), np.full(2, 0.02), memory)
+    rates = np.array([1e8, 1e8, 1e6])
+    fleet = fleets.of(np.full(3, 1e12), rates, rates, np.full(3, 0.02), np.array([1e9, 1e9, 3e6]))
     gemm = Gemm(m=2000, n=2000, k=512)
     plan = plan_gemm(fleet, gemm, split="2d")
-    survivor = fleet.take(np.array([1]))
-    assert plan_gemm(survivor, gemm, split="2d").rounds > 1
-    check(repair(plan, fleet, {"d0"}), plan, {"d0"}, fleet, Server())
+    assert plan_gemm(fleet.take(np.array([2])), gemm, split="2d").rounds > 1
+    check(repair(plan, fleet, {"d0", "d1"}), plan, {"d0", "d1"}, fleet, Server())
 
 
 def test_nobody_lost_nothing_to_do() -> None:

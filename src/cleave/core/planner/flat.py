@@ -17,6 +17,7 @@ from cleave.core.cost import UnitCosts, area_within
 from cleave.core.fleet import Floats, Ints
 from cleave.core.planner.columns import Layout, Sheets, balance, cut, mean_widths, settle, widths_within
 from cleave.core.planner.corner import plan_corner
+from cleave.core.planner.exchange import improved
 from cleave.core.planner.tiling import Tiling, from_columns
 
 EXHAUSTIVE = 8
@@ -25,7 +26,6 @@ BOTH_WAYS = 2048
 _GOOD_ENOUGH = 1.005
 _TURNS = 15
 _SEARCH_TURNS = 8
-_SEARCH_ENTRIES = 30_000
 _STARTS = ((32, 4), (64, 2), (SEARCHED, 1))  # up to so many devices, so many candidates are searched and rounded
 
 
@@ -63,7 +63,7 @@ def _plan_way(unit: UnitCosts, rows: int, cols: int, inner: int, target_s: float
         alone, columns = layout.only(sheet, sheet + 1)
         way = _Way(alone, widths[columns], min(float(times[sheet]), target_s * 2))
         if EXHAUSTIVE < len(unit) <= SEARCHED:
-            way = _search(unit, way, single, target_s)
+            way = _search(unit, way, single, inner, target_s)
         whole = settle(unit, way.layout, single, way.widths, np.array([way.finish_s]))
         if whole and (best is None or whole[2].max() < best[1]):
             best = from_columns(way.layout, sheets.frame, *whole[:2], np.array([inner])), float(whole[2].max())
@@ -98,93 +98,29 @@ class _Way:
     finish_s: float
 
 
-def _search(unit: UnitCosts, way: _Way, sheets: Sheets, target_s: float) -> _Way:
-    """Move devices between columns, or swap two, while that shortens the sheet.
-
-    At a fixed moment a move changes the possible widths of two columns only, so it is judged by those two; moves that
-    touch different columns are made together, and the sheet is balanced again.
-    """
+def _search(unit: UnitCosts, way: _Way, sheets: Sheets, inner: int, target_s: float) -> _Way:
+    """Exchange devices between columns while that shortens the sheet."""
     for _ in range(_SEARCH_TURNS):
         if way.finish_s <= target_s * _GOOD_ENOUGH:
             break
-        column = _improved(unit, way.layout, sheets, way.finish_s, way.widths)
-        moved = Layout.of(way.layout.devices, column, len(column) + 2)
-        start = mean_widths(moved, sheets, way.widths[way.layout.column][np.argsort(column, kind="stable")])
-        widths, times = balance(unit, moved, sheets, np.array([way.finish_s]), start, _TURNS)
-        if times[0] > way.finish_s * (1 - 2e-4):
+        now = way
+
+        def widths_of(entries: Ints, column: Ints, like: Ints, now: _Way = now) -> Floats:
+            start = np.append(now.widths, now.widths.mean())[like]
+            return widths_within(unit, now.layout.devices[entries], column, sheets, now.finish_s, start)
+
+        ways = improved(way.layout.column, widths_of, 1e-6 * float(sheets.width[0]))
+        tried, many = _layouts(way.layout.devices, ways, int(sheets.length[0]), int(sheets.width[0]), inner)
+        order = np.argsort(way.layout.devices)
+        before = order[np.searchsorted(way.layout.devices, tried.devices, sorter=order)]
+        start = mean_widths(tried, many, way.widths[way.layout.column][before])
+        widths, times = balance(unit, tried, many, np.full(len(ways), way.finish_s), start, _TURNS)
+        best = int(times.argmin())
+        if times[best] > way.finish_s * (1 - 2e-4):
             break
-        way = _Way(moved, widths, float(times[0]))
+        layout, columns = tried.only(best, best + 1)
+        way = _Way(layout, widths[columns], float(times[best]))
     return way
-
-
-def _improved(unit: UnitCosts, layout: Layout, sheets: Sheets, deadline_s: float, widths: Floats) -> Ints:
-    """The column of each entry after the best moves: each adds to what two columns can cover by the deadline."""
-    column, entries, columns = layout.column, len(layout.column), len(layout.sheet)
-    slot = np.arange(entries) - layout.column_starts[column]
-    members = np.full((columns + 1, int(slot.max()) + 2), -1)
-    members[column, slot] = np.arange(entries)
-
-    everyone = np.arange(entries)
-    moved, target = (x.ravel() for x in np.meshgrid(everyone, np.arange(columns + 1), indexing="ij"))
-    one, two = (x.ravel() for x in np.meshgrid(everyone, everyone, indexing="ij"))
-    if len(one) * (entries / columns) > _SEARCH_ENTRIES:  # many devices a column: swapping two changes next to nothing
-        one, two = one[:0], two[:0]
-    without = members[column]
-    without[everyone, slot] = -1
-    joined = members[target]
-    joined[:, -1] = moved
-    swapped = members[column[one]]
-    swapped[np.arange(len(one)), slot[one]] = two
-    start = np.concatenate([widths, [widths.mean()]])
-    possible = _possible_widths(
-        unit,
-        layout.devices,
-        np.concatenate([members[:-1], without, joined, swapped]),
-        sheets,
-        deadline_s,
-        np.concatenate([widths, widths[column], start[target], widths[column[one]]]),
-    )
-    now, rest = possible[:columns], np.append(possible[:columns], 0.0)
-    left = possible[columns : columns + entries]
-    move_gain = left[moved] + possible[columns + entries :][: len(moved)] - now[column[moved]] - rest[target]
-    exchanged = possible[columns + entries + len(moved) :].reshape(entries, -1) if len(one) else np.zeros((entries, 0))
-    swap_gain = exchanged.ravel() + exchanged.T.ravel() - now[column[one]] - now[column[two]]
-    move_gain[target == column[moved]] = swap_gain[column[one] == column[two]] = -np.inf
-
-    after = column.copy()
-    gains = np.concatenate([move_gain, swap_gain])
-    touched: set[int] = set()
-    for k in np.argsort(-gains)[: 4 * entries]:
-        if gains[k] <= 1e-6 * sheets.width[0]:
-            break
-        if k < len(moved):
-            i, home, away = moved[k], int(column[moved[k]]), int(target[k])
-        else:
-            i, home, away = (
-                one[k - len(moved)],
-                int(column[one[k - len(moved)]]),
-                int(column[two[k - len(moved)]]),
-            )
-        if touched & {home, away}:
-            continue
-        touched |= {home, away}
-        after[i] = away
-        if k >= len(moved):
-            after[two[k - len(moved)]] = home
-    return after
-
-
-def _possible_widths(
-    unit: UnitCosts, devices: Ints, members: Ints, sheets: Sheets, deadline_s: float, start: Floats
-) -> Floats:
-    """The width of each set of entries (a row of `members`, -1 for nobody) as a column; 0 for an empty set."""
-    filled = np.flatnonzero((members >= 0).any(axis=1))
-    column, slot = np.nonzero(members[filled] >= 0)
-    widths = np.zeros(len(members))
-    widths[filled] = widths_within(
-        unit, devices[members[filled][column, slot]], column, sheets, deadline_s, start[filled]
-    )
-    return widths
 
 
 def _layouts(devices: Ints, columns: Ints, rows: int, cols: int, inner: int) -> tuple[Layout, Sheets]:

@@ -9,11 +9,12 @@ knows profiles and costs, not sockets or ledgers; `repair` mends it when devices
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, product
 from typing import Literal
 
 import numpy as np
 
-from cleave.core.bound import bound_2d, bound_3d, by_worth
+from cleave.core.bound import bound_2d, bound_3d, by_worth, holds_at_once
 from cleave.core.cost import (
     Limit,
     Server,
@@ -39,13 +40,14 @@ Split = Literal["auto", "2d", "3d"]
 _WORTH_TRYING = 0.98  # a 3D plan is made only if its bound is this much below the 2D plan
 _CAP_BINDS = 1.1  # from here on, the whole fleet is too many
 _START = 64
-_MOST_ROUNDS = 1 << 20
+_MOST_ROUNDS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmPlan:
     gemm: Gemm
     wire: WireFormat
+    server: Server
     split: Literal["2d", "3d"]
     names: tuple[str, ...]
     """of the devices that `tiling.device` numbers, and last of the server if it computes"""
@@ -92,8 +94,8 @@ def plan_gemm(
                 best = slabs
     if best is None:
         raise InfeasibleError(
-            f"no plan fits gemm {gemm.m} x {gemm.n} x {gemm.k}: the devices' memory cannot hold its blocks even in "
-            f"{_MOST_ROUNDS} rounds; add memory or devices"
+            f"no plan fits gemm {gemm.m} x {gemm.n} x {gemm.k}: with {profiles.memory_bytes.max():.0f} bytes on the "
+            f"largest device it would take more than {_MOST_ROUNDS} rounds; add devices with more memory"
         )
     return _describe(profiles, unit, gemm, wire, server, best)
 
@@ -118,46 +120,46 @@ class _Candidate:
 def _in_rounds(
     unit: UnitCosts, gemm: Gemm, server: Server, split: Literal["2d", "3d"], bound_s: float
 ) -> _Candidate | None:
-    """One round if the fleet's memory holds the output, else as few as it takes, along the longer side."""
-    rounds = 1
-    while rounds <= _MOST_ROUNDS:
-        along_rows = gemm.m >= gemm.n
-        parts = np.diff(np.arange(rounds + 1) * (gemm.m if along_rows else gemm.n) // rounds)
-        sizes = sorted(set(parts.tolist()))
-        if sizes[0] == 0:
-            return None
-        plans = {
-            size: _capped(
-                unit,
-                Gemm(m=size if along_rows else gemm.m, n=gemm.n if along_rows else size, k=gemm.k),
-                server,
-                split,
-            )
-            for size in sizes
-        }
-        if all(plans.values()):
+    """One round if the fleet's memory holds the output, else a grid of as few as it takes."""
+    down, across = 1, 1
+    while True:
+        heights, widths = _parts(gemm.m, down), _parts(gemm.n, across)
+        sizes = {(a, c) for a in set(heights) for c in set(widths)}
+        plans = {(a, c): _capped(unit, Gemm(m=a, n=c, k=gemm.k), server, split) for a, c in sizes}
+        found = {size: plan for size, plan in plans.items() if plan}
+        if len(found) == len(plans):
             break
-        rounds *= 2
-    else:
-        return None
+        if (down, across) == (gemm.m, gemm.n) or down * across >= _MOST_ROUNDS:
+            return None
+        if gemm.m / down >= gemm.n / across:
+            down = min(2 * down, gemm.m)
+        else:
+            across = min(2 * across, gemm.n)
     tilings: list[Tiling] = []
-    start, makespan = 0, 0.0
-    for number, size in enumerate(parts.tolist()):
-        found = plans[size]
-        assert found is not None
-        tilings.append(found[0].shifted(start if along_rows else 0, 0 if along_rows else start, number))
-        start, makespan = start + size, makespan + found[1]
-    if rounds > 1:  # memory aside: a true bound, if a loose one
+    makespan_s = 0.0
+    for (top, a), (left, c) in product(_placed(heights), _placed(widths)):
+        tilings.append(found[a, c][0].shifted(top, left, len(tilings)))
+        makespan_s += found[a, c][1]
+    if len(tilings) > 1:  # memory aside: a true bound, if a loose one
         roomy = unit.with_boundless_memory()
         bound_s = bound_2d(roomy, gemm, server) if split == "2d" else bound_3d(roomy, gemm, server)
-    return _Candidate(split, join(tilings), makespan, bound_s)
+    return _Candidate(split, join(tilings), makespan_s, bound_s)
+
+
+def _parts(side: int, count: int) -> list[int]:
+    return [(number + 1) * side // count - number * side // count for number in range(count)]
+
+
+def _placed(parts: list[int]) -> list[tuple[int, int]]:
+    """(start, size) of parts end to end."""
+    return list(zip([0, *accumulate(parts[:-1])], parts, strict=True))
 
 
 def _capped(unit: UnitCosts, gemm: Gemm, server: Server, split: Literal["2d", "3d"]) -> tuple[Tiling, float] | None:
     """The best plan under the server's caps: as many of the devices worth most as balance both sides."""
     bound_of = bound_2d if split == "2d" else bound_3d
     free_s, bound_s = bound_of(unit, gemm, Server()), bound_of(unit, gemm, server)
-    if not np.isfinite(free_s):
+    if not np.isfinite(free_s) or not holds_at_once(unit, gemm):
         return None
     best: tuple[Tiling, float] | None = None
     if bound_s < free_s * _CAP_BINDS:
@@ -228,6 +230,7 @@ def _describe(
     return GemmPlan(
         gemm=gemm,
         wire=wire,
+        server=server,
         split=best.split,
         names=names,
         tiling=tiling,

@@ -15,7 +15,6 @@ import numpy as np
 
 from cleave.core.bound import least_time
 from cleave.core.cost import (
-    Server,
     UnitCosts,
     area_within,
     finish_s,
@@ -24,7 +23,7 @@ from cleave.core.cost import (
 )
 from cleave.core.fleet import Floats, Ints, Profiles
 from cleave.core.graph import Gemm
-from cleave.core.planner.columns import Sheets, balance, cut, rank_within, settle
+from cleave.core.planner.columns import Sheets, balance, cut, rank_within, settle, trimmed
 from cleave.core.planner.gemm import SERVER, GemmPlan, plan_alone
 from cleave.core.planner.tiling import COLS, INNER, Tiling, from_columns, join
 from cleave.errors import InfeasibleError, InputError
@@ -49,9 +48,9 @@ class Repair:
     """how many of the lost blocks are taken over by column mates"""
 
 
-def repair(plan: GemmPlan, profiles: Profiles, lost: Collection[str], *, server: Server | None = None) -> Repair:
+def repair(plan: GemmPlan, profiles: Profiles, lost: Collection[str]) -> Repair:
     """Hand the blocks of the lost devices to the rest of `profiles`: the plan's devices as known now, and newcomers."""
-    server = server or Server()
+    server = plan.server
     gone = set(lost)
     if unknown := gone - set(plan.names):
         raise InputError(f"expected lost devices of the plan, got {min(unknown)!r}; pass names from plan.names")
@@ -109,23 +108,27 @@ def _by_mates(unit: UnitCosts, missing: Tiling, before: Tiling, owner: Ints) -> 
     needs = np.add.reduceat(length, np.searchsorted(pieces.mates, columns))
     times = _even_finish(line_s, entries.latency_s, column, first, needs)
     lines = np.floor(np.maximum(times[column] - entries.latency_s, 0.0) / line_s)
+    lines = trimmed(lines, first, column, needs).astype(np.float64)
     more_s = entries.latency_s + (lines + 1) * line_s  # the rest, line by line, to whoever is done with it first
     lines += rank_within(more_s, column, first) < (needs - np.add.reduceat(lines, first))[column]
     if (lines > rows_that_fit(entries, width, depth)).any():
         return missing, np.inf, 0
-    taken_s = float(np.where(lines > 0, entries.latency_s + lines * line_s, 0.0).max())
-    return _cut_at(pieces, length, device, lines), taken_s, len(missing)
+    blocks = _cut_at(pieces, length, device, lines)
+    rounds_s = np.zeros(int(mates.round.max()) + 1)
+    np.maximum.at(rounds_s, mates.round, np.where(lines > 0, entries.latency_s + lines * line_s, 0.0))
+    return blocks, float(rounds_s.sum()), len(missing)
 
 
 def _even_finish(line_s: Floats, latency_s: Floats, column: Ints, first: Ints, needs: Floats) -> Floats:
     """When each column is done if its mates finish together: sum (t - latency) / line = needs, over those in time."""
-    taking = np.ones(len(line_s))
-    times = needs
-    for _ in range(4):
-        pace = np.maximum(np.add.reduceat(taking / line_s, first), 1e-300)
+    taking = np.ones(len(line_s), dtype=bool)
+    while True:  # leaving out whoever is not in time brings the others' finish forward, so this only shrinks
+        pace = np.add.reduceat(taking / line_s, first)
         times = (needs + np.add.reduceat(taking * latency_s / line_s, first)) / pace
-        taking = (times[column] > latency_s).astype(np.float64)
-    return times
+        late = taking & (latency_s >= times[column])
+        if not late.any():
+            return times
+        taking &= ~late
 
 
 def _cut_at(pieces: Tiling, length: Floats, device: Ints, lines: Floats) -> Tiling:

@@ -8,7 +8,7 @@ sheets are best stacked in depends on the shape, so all are tried. A pile is one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -16,18 +16,20 @@ import numpy as np
 from cleave.core.cost import Frame, UnitCosts, area_within, best_inner
 from cleave.core.fleet import Floats, Ints
 from cleave.core.planner.columns import Layout, Sheets, balance, cut, settle
+from cleave.core.planner.exchange import Sizes, improved
 from cleave.core.planner.tiling import Tiling, from_columns
 
 _FRAMES: tuple[Frame, ...] = ("inner-side-side", "side-inner-side", "side-side-inner")
 _SMALL = 512
-_SETTLED = 2
-_SEARCHED = 32
+_EFFORT = ((16, 6, 2), (64, 6, 1), (128, 2, 1), (float("inf"), 3, 1))
+"""Up to so many devices, so many nestings are searched, each from so many numbers of sheets."""
+_SEARCHED = 128
 _BOLSTERED = 2048
-_SEARCH_TURNS = 4
-_GOOD_ENOUGH = 1.03
+_SEARCH_TURNS = 6
+_SIZE_TURNS = 5
+_GOOD_ENOUGH = 1.02
 _LATE = 1.01  # a sheet this far behind the others wants help
 _HELPERS = 16
-_FAR = 16
 _BALANCE_TURNS = 8
 _FEW_BLOCKS = 2.5
 
@@ -91,19 +93,33 @@ def plan_slabs(unit: UnitCosts, rows: int, cols: int, inner: int, target_s: floa
         tries.append((float(balanced.pile_s.min()), transposed, _Try(stack, suits, piles, balanced)))
     tries.sort(key=lambda t: t[0])
     best: tuple[Tiling, float] | None = None
-    for _, transposed, found in tries[:_SETTLED]:
-        improved = _search(unit, found, target_s) if len(unit) <= _BOLSTERED else found
-        settled = _settle(unit, improved)
-        if settled and (best is None or settled[1] < best[1]):
-            best = (settled[0].transposed() if transposed else settled[0], settled[1])
+    frames, starts = next(effort[1:] for effort in _EFFORT if len(unit) <= effort[0])
+    for _, transposed, found in tries[:frames]:
+        for start in _starts(found, starts):
+            settled = _settle(unit, _search(unit, start, target_s) if len(unit) <= _BOLSTERED else start)
+            if settled and (best is None or settled[1] < best[1]):
+                best = (settled[0].transposed() if transposed else settled[0], settled[1])
     return best
+
+
+def _starts(found: _Try, count: int) -> list[_Try]:
+    """Where to search from: the best piles with different numbers of sheets."""
+    sheets = np.bincount(found.piles.pile)
+    starts: dict[int, _Try] = {}
+    for pile in np.argsort(found.balanced.pile_s):
+        if sheets[pile] not in starts and len(starts) < count:
+            only = np.full(len(sheets), np.inf)
+            only[pile] = found.balanced.pile_s[pile]
+            starts[int(sheets[pile])] = replace(found, balanced=replace(found.balanced, pile_s=only))
+    return list(starts.values())
 
 
 def _nestings(unit: UnitCosts, rows: int, cols: int, inner: int, target_s: float) -> list[tuple[Frame, bool]]:
     """Which frames to try: all, but devices can divide the inner dimension only if it takes a few blocks."""
     deep = best_inner(unit, target_s, float(min(rows, cols)), float(max(rows, cols)), inner)
     blocks = inner / float(np.median(deep))
-    return [(f, t) for f, t in product(_FRAMES, (False, True)) if f != "side-side-inner" or blocks >= _FEW_BLOCKS]
+    frames: list[Frame] = [frame for frame in _FRAMES if frame != "side-side-inner" or blocks >= _FEW_BLOCKS]
+    return list(product(frames, (False, True) if rows != cols else (False,)))
 
 
 def _roles(unit: UnitCosts, rows: int, cols: int, inner: int, frame: Frame, deadline_s: float) -> tuple[_Stack, _Suits]:
@@ -187,13 +203,17 @@ def _balance(unit: UnitCosts, stack: _Stack, suits: _Suits, piles: _Piles, start
         before, sheet_s = sheets, now_s
         sheets = stacked(sheets.thickness * np.exp(np.clip(np.log(mean[piles.pile] / now_s) / stiffness, -0.5, 0.4)))
         change = np.log(sheets.thickness / before.thickness)
-    return _Balanced(layout, sheets, widths, now_s, np.maximum.reduceat(found_s, pile_starts))
+    crowded = np.bincount(piles.pile) > stack.thickness  # sheets cannot be thinner than one
+    pile_s = np.where(crowded, np.inf, np.maximum.reduceat(found_s, pile_starts))
+    return _Balanced(layout, sheets, widths, now_s, pile_s)
 
 
 def _settle(unit: UnitCosts, found: _Try) -> tuple[Tiling, float] | None:
     """Whole thicknesses, widths and lengths of the best pile."""
     stack, balanced = found.stack, found.balanced
     members = np.flatnonzero(found.piles.pile == balanced.pile_s.argmin())
+    if len(members) > stack.thickness:
+        return None
     layout, columns = balanced.layout.only(members[0], members[-1] + 1)
     thickness = _rounded(balanced.sheets.thickness[members], stack.thickness)
     sheets = Sheets.alike(stack.frame, stack.length, stack.width, thickness.astype(np.float64))
@@ -215,7 +235,7 @@ def _rounded(parts: Floats, total: int) -> Ints:
 
 
 def _search(unit: UnitCosts, found: _Try, target_s: float) -> _Try:
-    """Move devices between sheets while that shortens the best pile; a few at a time, and only where it pays."""
+    """Exchange devices between sheets, or help a late one, while that shortens the best pile."""
     for _ in range(_SEARCH_TURNS):
         piles, balanced = found.piles, found.balanced
         best = int(balanced.pile_s.argmin())
@@ -225,35 +245,46 @@ def _search(unit: UnitCosts, found: _Try, target_s: float) -> _Try:
             break
         here = slice(*np.searchsorted(piles.sheet, [members[0], members[-1] + 1]))
         now, shift = piles.sheet[here] - members[0], int(piles.shift[members[0]])
+        ways: list[Ints] = []
         if len(now) <= _SEARCHED:
-            ways = _neighbours(now)
-        elif reached > float(np.median(balanced.sheet_s[members])) * _LATE:
-            ways = _reinforcements(now, int(balanced.sheet_s[members].argmax()))
-        else:
+            thickness = balanced.sheets.thickness[members]
+            sizes = _thickness_of(unit, found, piles.devices[here], thickness, shift, reached)
+            ways.extend(improved(now, sizes, 1e-4 * found.stack.thickness))
+        if reached > float(np.median(balanced.sheet_s[members])) * _LATE:
+            ways.extend(_reinforcements(now, int(balanced.sheet_s[members].argmax())))
+        if not ways:
             break
-        tried = _piles(piles.devices[here], [(way, shift) for way in [now, *ways]])
+        shifts = (shift - 1, shift, shift + 1) if len(now) <= _SEARCHED else (shift,)
+        tried = _piles(piles.devices[here], [(way, s) for way in [now, *ways] for s in shifts])
         again = _balance(unit, found.stack, found.suits, tried, reached)
-        if again.pile_s.min() > reached * (1 - 1e-3):
+        if again.pile_s.min() > reached * (1 - 5e-4):
             break
         found = _Try(found.stack, found.suits, tried, again)
     return found
 
 
-def _neighbours(sheet: Ints) -> Ints:
-    """Every assignment one move away: a device into another sheet, or two swapped; any sheets in tiny fleets."""
-    far = len(sheet) if len(sheet) <= _FAR else 1
-    distance = np.abs(np.arange(int(sheet.max()) + 1)[None, :] - sheet[:, None])
-    entry, target = np.nonzero((distance > 0) & (distance <= far))
-    moved = np.tile(sheet, (len(entry), 1))
-    moved[np.arange(len(entry)), entry] = target
-    one, two = np.triu_indices(len(sheet), 1)
-    distance = np.abs(sheet[one] - sheet[two])
-    near = (distance > 0) & (distance <= far)
-    one, two = one[near], two[near]
-    swapped = np.tile(sheet, (len(one), 1))
-    swapped[np.arange(len(one)), one] = sheet[two]
-    swapped[np.arange(len(one)), two] = sheet[one]
-    return np.concatenate([moved, swapped])
+def _thickness_of(
+    unit: UnitCosts, found: _Try, devices: Ints, thickness: Floats, shift: int, deadline_s: float
+) -> Sizes:
+    """How thick a sheet of given devices can be at the deadline: thickness answers its finish, turn by turn."""
+    stack, suits = found.stack, found.suits
+
+    def sizes(entries: Ints, sheet: Ints, like: Ints) -> Floats:
+        who = devices[entries]
+        thick = np.append(thickness, thickness.mean())[like]
+        sheets = Sheets.alike(stack.frame, stack.length, stack.width, thick)
+        shifts = np.full(len(thick), shift)
+        layout, widths = cut(sheets, who, sheet, suits.length[who], suits.width[who], shifts)
+        times = found_s = np.full(len(thick), deadline_s)
+        for turn in range(_SIZE_TURNS):
+            widths, found_s = balance(unit, layout, sheets, times, widths, 3 if turn else 6)
+            times = np.where(np.isfinite(found_s), found_s, times * 1.2)
+            if turn < _SIZE_TURNS - 1:
+                thick = np.minimum(thick * np.clip(deadline_s / times, 0.6, 1.6) ** 1.3, stack.thickness)
+                sheets = Sheets.alike(stack.frame, stack.length, stack.width, thick)
+        return np.where(np.isfinite(found_s) & (times <= deadline_s * 1.02), thick * deadline_s / times, 0.0)
+
+    return sizes
 
 
 def _reinforcements(sheet: Ints, late: int) -> Ints:
