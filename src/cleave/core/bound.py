@@ -42,7 +42,9 @@ def bound_3d(unit: UnitCosts, gemm: Gemm, server: Server) -> float:
 
 def holds_at_once(unit: UnitCosts, gemm: Gemm) -> bool:
     """Whether the devices' memory could hold the whole gemm in one round, given all the time."""
-    return float(volume_within(unit, _NEVER_S, gemm).sum()) >= gemm.flops / 2 * (1 - 1e-9)
+    flat = area_within(unit, _NEVER_S, *_sides(gemm), gemm.k).sum() * gemm.k
+    need = gemm.flops / 2 * (1 - 1e-9)
+    return float(flat) >= need or float(volume_within(unit, _NEVER_S, gemm).sum()) >= need
 
 
 def ideal_overlap_bound(unit: UnitCosts, gemm: Gemm) -> float:

@@ -86,6 +86,10 @@ class Server:
     flops_per_s: float = 0.0
     """0: the server computes no block itself"""
 
+    @property
+    def is_capped(self) -> bool:
+        return bool(np.isfinite(self.down_bytes_per_s) or np.isfinite(self.up_bytes_per_s))
+
 
 def unit_costs(profiles: Profiles, wire: WireFormat, server: Server) -> UnitCosts:
     """Costs of every device, and last of the server itself if it computes."""

@@ -40,6 +40,7 @@ Split = Literal["auto", "2d", "3d"]
 _WORTH_TRYING = 0.98  # a 3D plan is made only if its bound is this much below the 2D plan
 _CAP_BINDS = 1.1  # from here on, the whole fleet is too many
 _START = 64
+_AROUND = 3
 _MOST_ROUNDS = 1 << 16
 
 
@@ -83,9 +84,8 @@ def plan_gemm(
     unit = unit_costs(profiles, wire, server)
     _check_memory(unit, profiles, gemm)
     best: _Candidate | None = None
-    flat_bound = bound_2d(unit, gemm, server)
     if split != "3d":
-        best = _in_rounds(unit, gemm, server, "2d", flat_bound)
+        best = _in_rounds(unit, gemm, server, "2d", bound_2d(unit, gemm, server))
     if split == "3d" or (split == "auto" and gemm.k > 1):
         bound = bound_3d(unit, gemm, server)
         if split == "3d" or best is None or bound < best.makespan_s * _WORTH_TRYING:
@@ -102,7 +102,7 @@ def plan_gemm(
 
 def plan_alone(unit: UnitCosts, gemm: Gemm) -> tuple[Tiling, float] | None:
     """A 2D tiling, in rounds where memory asks for it, without a word about it; for parts of a gemm."""
-    found = _in_rounds(unit, gemm, Server(), "2d", 0.0)
+    found = _in_rounds(unit, gemm, Server(), "2d", bound_2d(unit, gemm, Server()))
     return (found.tiling, found.makespan_s) if found else None
 
 
@@ -125,7 +125,12 @@ def _in_rounds(
     while True:
         heights, widths = _parts(gemm.m, down), _parts(gemm.n, across)
         sizes = {(a, c) for a in set(heights) for c in set(widths)}
-        plans = {(a, c): _capped(unit, Gemm(m=a, n=c, k=gemm.k), server, split) for a, c in sizes}
+        plans: dict[tuple[int, int], tuple[Tiling, float] | None] = {}
+        for a, c in sizes:
+            part = Gemm(m=a, n=c, k=gemm.k)
+            plans[a, c] = _capped(
+                unit, part, server, split, bound_s if part == gemm else _bound(unit, part, server, split)
+            )
         found = {size: plan for size, plan in plans.items() if plan}
         if len(found) == len(plans):
             break
@@ -141,8 +146,7 @@ def _in_rounds(
         tilings.append(found[a, c][0].shifted(top, left, len(tilings)))
         makespan_s += found[a, c][1]
     if len(tilings) > 1:  # memory aside: a true bound, if a loose one
-        roomy = unit.with_boundless_memory()
-        bound_s = bound_2d(roomy, gemm, server) if split == "2d" else bound_3d(roomy, gemm, server)
+        bound_s = _bound(unit.with_boundless_memory(), gemm, server, split)
     return _Candidate(split, join(tilings), makespan_s, bound_s)
 
 
@@ -155,12 +159,13 @@ def _placed(parts: list[int]) -> list[tuple[int, int]]:
     return list(zip([0, *accumulate(parts[:-1])], parts, strict=True))
 
 
-def _capped(unit: UnitCosts, gemm: Gemm, server: Server, split: Literal["2d", "3d"]) -> tuple[Tiling, float] | None:
+def _capped(
+    unit: UnitCosts, gemm: Gemm, server: Server, split: Literal["2d", "3d"], bound_s: float
+) -> tuple[Tiling, float] | None:
     """The best plan under the server's caps: as many of the devices worth most as balance both sides."""
-    bound_of = bound_2d if split == "2d" else bound_3d
-    free_s, bound_s = bound_of(unit, gemm, Server()), bound_of(unit, gemm, server)
-    if not np.isfinite(free_s) or not holds_at_once(unit, gemm):
+    if not np.isfinite(bound_s) or (split == "3d" and not holds_at_once(unit, gemm)):
         return None
+    free_s = _bound(unit, gemm, Server(), split) if server.is_capped else bound_s
     best: tuple[Tiling, float] | None = None
     if bound_s < free_s * _CAP_BINDS:
         found = _plan(unit, np.arange(len(unit)), gemm, split, free_s)
@@ -168,6 +173,8 @@ def _capped(unit: UnitCosts, gemm: Gemm, server: Server, split: Literal["2d", "3
             best = found[0], max(found[1], _server_s(unit, found[0], server))
             if best[1] <= found[1]:
                 return best
+    if not server.is_capped:
+        return best
     selected = _select(unit, gemm, server, split, bound_s)
     return min((x for x in (best, selected) if x), key=lambda x: x[1], default=None)
 
@@ -177,33 +184,47 @@ def _select(
 ) -> tuple[Tiling, float] | None:
     """The best number of devices: with more of them they finish sooner, but the server has more to send."""
     ranked = by_worth(unit, gemm, bound_s)
-    few, many = 1, len(ranked)
     best: tuple[Tiling, float] | None = None
     tried: set[int] = set()
-    count = min(_START, many)
-    while few <= many and count not in tried:
+
+    def attempt(count: int) -> float | None:
+        """How much longer the devices take than the server; None if so few cannot do it."""
+        nonlocal best
         tried.add(count)
-        found = _plan(unit, ranked[:count], gemm, split, bound_s)
+        some = unit.take(ranked[:count])
+        found = _plan(unit, ranked[:count], gemm, split, max(bound_s, _bound(some, gemm, Server(), split)))
         if found is None:
-            few = count + 1
-            count = min(2 * count, many)
-            continue
+            return None
         server_s = _server_s(unit, found[0], server)
         if best is None or max(found[1], server_s) < best[1]:
             best = found[0], max(found[1], server_s)
-        few, many = (few, count - 1) if server_s > found[1] else (count + 1, many)
-        count = int(np.clip(count * found[1] / max(server_s, found[1] / 2), few, max(many, few)))
+        return found[1] / max(server_s, found[1] / 2)
+
+    few, many, count = 1, len(ranked), min(_START, len(ranked))
+    while few <= many and count not in tried:
+        longer = attempt(count)
+        if longer is None:
+            few, count = count + 1, min(2 * count, many)
+            continue
+        few, many = (few, count - 1) if longer < 1 else (count + 1, many)
+        count = int(np.clip(count * longer, few, max(many, few)))
+    if best is not None:  # few devices, each a large share: the neighbours may fit better
+        middle = len(np.unique(best[0].device))
+        for count in range(middle - _AROUND, middle + _AROUND + 1):
+            if middle <= _START and 1 <= count <= len(ranked) and count not in tried:
+                attempt(count)
     return best
+
+
+def _bound(unit: UnitCosts, gemm: Gemm, server: Server, split: Literal["2d", "3d"]) -> float:
+    return bound_2d(unit, gemm, server) if split == "2d" else bound_3d(unit, gemm, server)
 
 
 def _plan(
     unit: UnitCosts, devices: Ints, gemm: Gemm, split: Literal["2d", "3d"], target_s: float
 ) -> tuple[Tiling, float] | None:
-    some = unit.take(devices)
-    if split == "2d":
-        found = plan_flat(some, gemm.m, gemm.n, gemm.k, max(target_s, bound_2d(some, gemm, Server())))
-    else:
-        found = plan_slabs(some, gemm.m, gemm.n, gemm.k, max(target_s, bound_3d(some, gemm, Server())))
+    search = plan_flat if split == "2d" else plan_slabs
+    found = search(unit.take(devices), gemm.m, gemm.n, gemm.k, target_s)
     if found is None:
         return None
     tiling = found[0].of_devices(devices)
@@ -267,7 +288,6 @@ def _left_out(
     one = np.ones(len(idle))
     least = finish_s(some, one, one, float(gemm.k))
     fits = rows_that_fit(some, one, float(gemm.k)) >= 1
-    capped = np.isfinite(server.down_bytes_per_s) or np.isfinite(server.up_bytes_per_s)
     reasons: dict[str, str] = {}
     for i, device in enumerate(idle.tolist()):
         if not fits[i]:
@@ -276,7 +296,7 @@ def _left_out(
             reason = f"latency: {some.latency_s[i]:.3g} s, and the others finish in {makespan_s:.3g} s"
         elif least[i] >= makespan_s:
             reason = f"too slow: one element takes it {least[i]:.3g} s, and the others finish in {makespan_s:.3g} s"
-        elif capped:
+        elif server.is_capped:
             reason = "server link: its bytes earn more with faster devices"
         else:
             reason = "no whole row left: its share would be less than one row or column"

@@ -30,7 +30,7 @@ from cleave.errors import InfeasibleError, InputError
 
 _SOON_ENOUGH = 0.1
 _FEW, _MANY = 6, 1000
-_HELPERS = 16
+_HELPERS = 12
 _TURNS = 5
 _ROUGH = 5e-3
 _PACKING = 1.1  # strips and small sheets waste some area
@@ -147,11 +147,13 @@ def _by_helpers(unit: UnitCosts, missing: Tiling, everyone: Ints) -> _Way:
     rows, cols, depth = missing.heights, missing.widths, missing.depths
     volume = rows * cols * depth
     side, mean_depth = float(np.sqrt((rows * cols).mean())), float(volume.sum() / (rows * cols).sum())
-    part = np.full(len(everyone), side / 4)
-    patience_s = float(np.median(finish_s(unit.take(everyone), part, part, mean_depth)))
+    few = unit.take(everyone[:: len(everyone) // 256 + 1])
+    part = np.full(len(few), side / 4)
+    patience_s = float(np.median(finish_s(few, part, part, mean_depth)))  # a time scale to compare helpers at
     strength = area_within(unit.take(everyone), patience_s, side, side, mean_depth)
-    ranked = everyone[np.argsort(-strength, kind="stable")][: _HELPERS * len(missing)]
-    ranked = ranked[: max(len(missing), int((strength > 0).sum()))]
+    count = min(_HELPERS * len(missing), max(len(missing), int((strength > 0).sum())), len(everyone))
+    ranked = np.argpartition(-strength, count - 1)[:count]
+    ranked = everyone[ranked[np.argsort(-strength[ranked], kind="stable")]]
     if len(ranked) < len(missing):
         return _in_waves(unit, missing, everyone)
 
