@@ -26,7 +26,8 @@ BOTH_WAYS = 2048
 _GOOD_ENOUGH = 1.005
 _TURNS = 15
 _SEARCH_TURNS = 8
-_STARTS = ((32, 4), (64, 2), (SEARCHED, 1))  # up to so many devices, so many candidates are searched and rounded
+_STARTS = ((32, 4), (64, 2), (SEARCHED, 1), (float("inf"), 3))
+"""Up to so many devices, so many candidates are searched and rounded: rounding may change their order."""
 
 
 def plan_flat(unit: UnitCosts, rows: int, cols: int, inner: int, target_s: float) -> tuple[Tiling, float] | None:
@@ -58,7 +59,7 @@ def _plan_way(unit: UnitCosts, rows: int, cols: int, inner: int, target_s: float
     widths, times = balance(unit, layout, sheets, np.full(layout.sheets, target_s * 1.02), widths, _TURNS)
     single = _sheets(rows, cols, inner, 1)
     best: tuple[Tiling, float] | None = None
-    starts = next((starts for devices, starts in _STARTS if len(unit) <= devices), 1)
+    starts = next(starts for devices, starts in _STARTS if len(unit) <= devices)
     for sheet in np.argsort(times)[:starts]:
         alone, columns = layout.only(sheet, sheet + 1)
         way = _Way(alone, widths[columns], min(float(times[sheet]), target_s * 2))
