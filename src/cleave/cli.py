@@ -51,9 +51,52 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"cleave {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", parser_class=_Parser)
     parser.set_defaults(verb=None)
+    _add_join(verbs.add_parser)
     _add_plan(verbs.add_parser)
     _add_fleet(verbs.add_parser)
     return parser
+
+
+def _add_join(add: _AddVerb) -> None:
+    verb = add(
+        "join",
+        help="lend this machine to a server",
+        description="Lend this machine to a server: it measures itself, joins, computes, and shows what it contributes. "
+        "Ctrl-C leaves cleanly.",
+    )
+    verb.add_argument(
+        "url", nargs="?", metavar="URL", help="the server, such as ws://192.168.1.20:7077 (or CLEAVE_SERVER)"
+    )
+    verb.add_argument("--memory", type=_bytes, metavar="SIZE", help="the most memory to use in all, such as 2GB")
+    verb.add_argument("--threads", type=_count, metavar="N", help="processor threads to use (default: all)")
+    verb.add_argument("--name", metavar="TEXT", help="what the server calls this device (default: the host's name)")
+    verb.add_argument("--token", metavar="TEXT", help="the run's token (default: CLEAVE_TOKEN)")
+    verb.add_argument("--kernel", choices=["auto", "numpy", "torch"], default="auto", help="what multiplies")
+    verb.add_argument(
+        "--wait", type=_rate, default=30.0, metavar="S", help="how long to try a server not yet reached (default: 30)"
+    )
+    verb.add_argument("--quiet", action="store_true", help="say nothing but errors")
+    verb.set_defaults(run=_run_join)
+
+
+def _run_join(options: argparse.Namespace) -> None:
+    import os
+
+    if options.threads is not None:  # read by numpy's libraries when they are loaded, which is below
+        for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
+            os.environ[variable] = str(options.threads)
+    from cleave import app
+
+    app.run_join(
+        url=options.url or os.environ.get("CLEAVE_SERVER"),
+        memory_bytes=options.memory,
+        threads=options.threads,
+        name=options.name,
+        token=options.token or os.environ.get("CLEAVE_TOKEN", ""),
+        kernel=options.kernel,
+        wait_s=options.wait,
+        quiet=options.quiet,
+    )
 
 
 def _add_plan(add: _AddVerb) -> None:
@@ -157,6 +200,19 @@ def _gemm(text: str) -> tuple[int, int, int]:
         raise argparse.ArgumentTypeError(f"expected three sizes M,N,K such as 4096,2048,2048, got {text!r}")
     m, n, k = (_count(part) for part in parts)
     return m, n, k
+
+
+def _bytes(text: str) -> int:
+    units = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+    stripped = text.strip().lower()
+    number = stripped.rstrip("bgikmt ")
+    try:
+        value = float(number) * units[stripped[len(number) :].strip()]
+    except (KeyError, ValueError):
+        value = 0.0
+    if not (math.isfinite(value) and value >= 1):
+        raise argparse.ArgumentTypeError(f"expected a size such as 500MB or 2GB, got {text!r}")
+    return int(value)
 
 
 def _count(text: str) -> int:

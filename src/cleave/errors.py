@@ -4,7 +4,10 @@ CleaveError                 root; its text is one sentence: what was expected, w
  ├─ InputError              something a person gave is wrong (file, flag, name, number)
  │   ├─ FleetError          a fleet file or a mix
  │   └─ ModelError          a model name or a config.json
- └─ InfeasibleError         the input is well formed, but no plan can exist for it
+ ├─ InfeasibleError         the input is well formed, but no plan can exist for it
+ ├─ ProtocolError           the other side of a connection sent what it must not
+ ├─ ConnectionLost          the other side of a connection is gone, or cannot be reached
+ └─ FleetGoneError          work waits, and no device came for too long
 
 The command line prints the sentence and exits with code 2.
 """
@@ -27,4 +30,16 @@ class ModelError(InputError):
 
 
 class InfeasibleError(CleaveError):
+    pass
+
+
+class ProtocolError(CleaveError):
+    pass
+
+
+class ConnectionLost(CleaveError):
+    pass
+
+
+class FleetGoneError(CleaveError):
     pass

@@ -1,0 +1,71 @@
+"""`cleave join`: measure, dial, work, and come back after every loss of connection until told not to."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from urllib.parse import urlsplit, urlunsplit
+
+from cleave.device.programs.kernels import Kernel
+from cleave.device.worker import Contribution, Offer, Refusal, Worker
+from cleave.errors import CleaveError, ConnectionLost, InputError
+from cleave.transport.websocket import dial
+
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+_SCHEMES = {"ws": "ws", "wss": "wss", "http": "ws", "https": "wss", "cleave": "ws"}
+
+Say = Callable[[str], None]
+
+
+def socket_url(address: str) -> str:
+    """ws://host:port/ws of what a person typed: a URL of any of the usual schemes, or host:port."""
+    parts = urlsplit(address if "://" in address else f"ws://{address}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme not in _SCHEMES or not parts.hostname or port is None:
+        raise InputError(f"expected the address of a server such as ws://192.168.1.20:7077, got {address!r}")
+    return urlunsplit((_SCHEMES[parts.scheme], parts.netloc, parts.path.rstrip("/") or "/ws", "", ""))
+
+
+async def serve(
+    address: str, kernel: Kernel, offer: Offer, contribution: Contribution, say: Say, first_wait_s: float
+) -> None:
+    """Work for a server until it says goodbye for good, or this task is cancelled.
+
+    A server that was never reached is given up after `first_wait_s`; one that was, never: it may be restarting.
+    """
+    url = socket_url(address)
+    pause_s, given_up_at, known = _FIRST_PAUSE_S, time.monotonic() + first_wait_s, False
+    while True:
+        try:
+            channel = await dial(url)
+            worker = Worker(channel, kernel, offer, contribution)
+            try:
+                await worker.join()
+                known, pause_s = True, _FIRST_PAUSE_S
+                say(f"joined {address} as {worker.name}")
+                goodbye = await worker.run()
+            except asyncio.CancelledError:
+                await worker.leave("stopped by its owner")
+                raise
+            finally:
+                await channel.close()
+            if not goodbye.rejoin:
+                say(f"the server has finished: {goodbye.reason}")
+                return
+            say(f"the server pauses: {goodbye.reason}")
+        except (InputError, Refusal):
+            raise
+        except ConnectionLost as fault:
+            if not known and time.monotonic() + pause_s > given_up_at:
+                raise
+            say(f"{fault}; trying again in {pause_s:.1f} s")
+        except CleaveError as fault:
+            say(f"{fault}; joining anew in {pause_s:.1f} s")
+        await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

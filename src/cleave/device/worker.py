@@ -1,0 +1,222 @@
+"""The device's loop: receive, compute and send as three stages that never wait for each other.
+
+The receiver takes strips and tasks, one thread multiplies whatever is ready (the most urgent task first), the sender
+returns results. All state is the event loop's; the compute thread sees only the arrays of one chunk. The worker knows a
+Channel, not what it runs over: in-process, emulated and real devices are this same code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.device.programs.gemm import Chunk, GemmTask
+from cleave.device.programs.kernels import Kernel
+from cleave.device.store import Store
+from cleave.errors import CleaveError, ConnectionLost, ProtocolError
+from cleave.transport.base import Channel
+from cleave.wire import messages
+from cleave.wire.frame import Buffer
+from cleave.wire.messages import AnyMessage
+
+_LEAVE_S = 2.0
+
+
+@dataclass(slots=True)
+class Contribution:
+    """What a device has done since it started."""
+
+    tasks: int = 0
+    flops: float = 0.0
+    compute_s: float = 0.0
+    down_bytes: int = 0
+    up_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offer:
+    """What a device says of itself when it joins."""
+
+    name: str
+    token: str
+    flops_per_s: float
+    memory_bytes: int
+
+
+@dataclass(slots=True)
+class _Running:
+    message: messages.Run
+    task: GemmTask
+    order: int
+
+
+class Refusal(CleaveError):
+    """The server does not want this device; trying again is of no use."""
+
+
+class Worker:
+    """Serves one connection; `run` returns the server's reason when it says goodbye."""
+
+    def __init__(self, channel: Channel, kernel: Kernel, offer: Offer, contribution: Contribution) -> None:
+        self._channel, self._kernel, self._offer = channel, kernel, offer
+        self._store = Store(kernel, offer.memory_bytes)
+        self._done = contribution
+        self._tasks: dict[int, _Running] = {}
+        self._results: asyncio.PriorityQueue[tuple[int, int, messages.Result, NDArray[np.uint8]]] = (
+            asyncio.PriorityQueue()
+        )
+        self._work = asyncio.Event()
+        self._order = 0
+        self._down_bytes, self._down_s = 0, 0.0
+        self.name = offer.name
+
+    async def join(self) -> None:
+        """Introduce the device; Refusal if the server does not want it."""
+        await self._channel.send(
+            messages.Hello(
+                version=messages.VERSION,
+                name=self._offer.name,
+                token=self._offer.token,
+                flops_per_s=self._offer.flops_per_s,
+                memory_bytes=self._offer.memory_bytes,
+                kernel=self._kernel.name,
+            )
+        )
+        match (await self._channel.receive()).message:
+            case messages.Welcome(name=name):
+                self.name = name
+            case messages.Refused(reason=reason):
+                raise Refusal(reason)
+            case other:
+                raise ProtocolError(f"expected welcome or refused, got {type(other).__name__.lower()}")
+
+    async def run(self) -> messages.Bye:
+        with ThreadPoolExecutor(1, "compute") as thread:
+            stages = [asyncio.ensure_future(stage) for stage in (self._receive(), self._compute(thread), self._send())]
+            try:
+                done, _ = await asyncio.wait(stages, return_when=asyncio.FIRST_COMPLETED)
+                goodbye = next(iter(done)).result()
+                assert goodbye is not None, "only the receiver returns"
+                return goodbye
+            finally:
+                for stage in stages:
+                    stage.cancel()
+                await asyncio.gather(*stages, return_exceptions=True)
+                self._store.clear()
+
+    async def leave(self, reason: str) -> None:
+        with suppress(ConnectionLost, TimeoutError):
+            async with asyncio.timeout(_LEAVE_S):
+                await self._channel.send(messages.Leaving(reason=reason))
+                await self._channel.close(reason)
+
+    # -------------------------------------------------------------------------------------------- stages
+
+    async def _receive(self) -> messages.Bye | None:
+        while True:
+            received = await self._channel.receive()
+            self._down_bytes += len(received.payload)
+            self._down_s += received.link_s
+            self._done.down_bytes += len(received.payload)
+            goodbye = await self._take(received.message, received.payload, received.link_s)
+            if goodbye is not None:
+                return goodbye
+
+    async def _take(self, message: AnyMessage, payload: Buffer, link_s: float) -> messages.Bye | None:
+        match message:
+            case messages.Store():
+                self._store.write(message, payload)
+                self._work.set()
+            case messages.Run():
+                self._order += 1
+                task = GemmTask(message.program, self._store, self._kernel)
+                self._tasks[message.task] = _Running(message, task, self._order)
+                self._work.set()
+            case messages.Drop(operands=operands):
+                self._store.drop(operands)
+            case messages.Cancel(tasks=tasks):
+                for task in tasks:
+                    self._tasks.pop(task, None)
+            case messages.Probe(answer=answer):
+                await self._channel.send(messages.Probed(down_s=link_s, payload=answer), bytes(answer))
+            case messages.Bye():
+                return message
+            case _:
+                raise ProtocolError(f"a server does not send {type(message).__name__.lower()} here")
+        return None
+
+    async def _compute(self, thread: ThreadPoolExecutor) -> messages.Bye | None:
+        loop = asyncio.get_running_loop()
+        flops, compute_s = 0.0, 0.0
+        while True:
+            running, chunk = self._next()
+            if running is None or chunk is None:
+                self._work.clear()
+                await self._work.wait()
+                continue
+            try:
+                encoded, took_s = await loop.run_in_executor(thread, _timed, chunk, self._kernel, running.message)
+            except (MemoryError, RuntimeError) as fault:  # what numpy and torch raise where a product cannot be made
+                self._tasks.pop(running.message.task, None)
+                await self._channel.send(messages.Failed(task=running.message.task, reason=repr(fault)[:200]))
+                continue
+            flops, compute_s = flops + chunk.flops, compute_s + took_s
+            if encoded is not None and chunk.part is not None:
+                self._return(running, chunk, encoded, flops, compute_s)
+                flops, compute_s = 0.0, 0.0
+
+    async def _send(self) -> messages.Bye | None:
+        while True:
+            _, _, result, payload = await self._results.get()
+            await self._channel.send(result, payload.data)
+            self._done.up_bytes += result.payload
+
+    # -------------------------------------------------------------------------------------------- parts
+
+    def _next(self) -> tuple[_Running | None, Chunk | None]:
+        """The most urgent thing that can be computed now."""
+        for running in sorted(self._tasks.values(), key=lambda entry: (entry.message.priority, entry.order)):
+            chunk = running.task.next_chunk()
+            if chunk is not None:
+                return running, chunk
+        return None, None
+
+    def _return(
+        self, running: _Running, chunk: Chunk, encoded: NDArray[np.uint8], flops: float, compute_s: float
+    ) -> None:
+        part = chunk.part
+        assert part is not None
+        self._done.flops += flops
+        self._done.compute_s += compute_s
+        message = messages.Result(
+            task=running.message.task,
+            first_row=part.top,
+            rows=part.rows,
+            first_col=part.left,
+            cols=part.cols,
+            format=running.message.format,
+            flops=flops,
+            compute_s=compute_s,
+            down_bytes=self._down_bytes,
+            down_s=self._down_s,
+            payload=len(encoded),
+        )
+        self._down_bytes, self._down_s = 0, 0.0
+        self._order += 1
+        self._results.put_nowait((running.message.priority, self._order, message, encoded))
+        if running.task.finished:
+            self._done.tasks += 1
+            self._tasks.pop(running.message.task, None)
+
+
+def _timed(chunk: Chunk, kernel: Kernel, message: messages.Run) -> tuple[NDArray[np.uint8] | None, float]:
+    started = time.perf_counter()
+    result = chunk.run()
+    encoded = None if chunk.part is None else kernel.encode(result, message.format)
+    return encoded, time.perf_counter() - started

@@ -1,0 +1,159 @@
+"""`cleave.Fleet`: devices as one multiplier, from Python. Starts the server and, if asked, devices on this machine."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+import numpy as np
+
+from cleave import events
+from cleave.core.cost import WireFormat
+from cleave.core.planner.linear import Linear
+from cleave.errors import InputError
+from cleave.server.cluster import Cluster
+from cleave.server.http import Service
+
+if TYPE_CHECKING:
+    import torch
+
+Offload = Literal["auto", "always"]
+_Array = TypeVar("_Array", "np.ndarray[Any, Any]", "torch.Tensor")
+_FIRST_DEVICE_S = 60.0
+
+
+class Fleet:
+    """The devices of a server that runs in this process. Use `local` or `serve`, and close it, or use `with`."""
+
+    def __init__(
+        self,
+        listen: str,
+        *,
+        token: str = "",
+        wire: WireFormat = "fp32",
+        offload: Offload = "auto",
+        listener: events.Listener = lambda event: None,
+        gone_s: float = 60.0,
+    ) -> None:
+        if wire not in ("fp32", "bf16", "fp16", "int8"):
+            raise InputError(f"expected wire fp32, bf16, fp16 or int8, got {wire!r}")
+        if offload not in ("auto", "always"):
+            raise InputError(f"expected offload auto or always, got {offload!r}")
+        self.wire: WireFormat = wire
+        self.offload: Offload = offload
+        self.token = token
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+        def make(loop: Any) -> Cluster:
+            return Cluster(loop, wire=wire, token=token, codec=_fastest_codec(), listener=listener, gone_s=gone_s)
+
+        self._service = Service(listen, make)
+        self._service.start()
+        self.cluster = self._service.cluster
+
+    @classmethod
+    def serve(
+        cls,
+        listen: str = "0.0.0.0:7077",
+        *,
+        token: str = "",
+        wire: WireFormat = "fp32",
+        offload: Offload = "auto",
+        listener: events.Listener = lambda event: None,
+    ) -> Fleet:
+        """Wait for devices at an address of this machine."""
+        return cls(listen, token=token, wire=wire, offload=offload, listener=listener)
+
+    @classmethod
+    def local(
+        cls,
+        count: int,
+        *,
+        wire: WireFormat = "fp32",
+        offload: Offload = "auto",
+        threads: int = 1,
+        memory: str | None = None,
+        listener: events.Listener = lambda event: None,
+    ) -> Fleet:
+        """Start devices on this machine: real processes, real sockets."""
+        fleet = cls("127.0.0.1:0", wire=wire, offload=offload, listener=listener)
+        try:
+            fleet.start_devices(count, threads=threads, memory=memory)
+            fleet.wait(count)
+        except BaseException:
+            fleet.close()
+            raise
+        return fleet
+
+    @property
+    def url(self) -> str:
+        return f"ws://{self._service.address}"
+
+    def start_devices(self, count: int, *, threads: int = 1, memory: str | None = None) -> list[int]:
+        """Devices on this machine, as `cleave join` starts them; their process ids."""
+        if count < 1:
+            raise InputError(f"expected at least 1 device, got {count}")
+        started: list[int] = []
+        for _ in range(count):
+            number = len(self._processes) + 1
+            command = [sys.executable, "-m", "cleave", "join", self.url, "--name", f"local-{number}", "--quiet"]
+            command += ["--threads", str(threads), *(["--memory", memory] if memory else [])]
+            environment = {**os.environ, "CLEAVE_TOKEN": self.token}
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+            self._processes.append(process)
+            started.append(process.pid)
+        return started
+
+    def wait(self, count: int = 1, timeout_s: float = _FIRST_DEVICE_S) -> None:
+        """Until so many devices are there; FleetGoneError if they do not come."""
+        self.cluster.wait_for_devices(count, timeout_s)
+
+    def matmul(self, a: _Array, b: _Array) -> _Array:
+        """a @ b of two matrices, torch or numpy in, the same kind out."""
+        left, right = (
+            np.asarray(x if isinstance(x, np.ndarray) else x.detach().cpu(), dtype=np.float32) for x in (a, b)
+        )
+        if left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[0]:
+            raise InputError(f"expected matrices M x K and K x N, got {left.shape} and {right.shape}; reshape them")
+        # C = A B as the gradient of a layer's input: B is the weight, and no one transposes a copy
+        one, two = self.cluster.tensor(*left.shape), self.cluster.tensor(*right.shape)
+        one.bind(np.ascontiguousarray(left))
+        two.bind(np.ascontiguousarray(right))
+        linear = Linear(tokens=left.shape[0], in_width=right.shape[1], out_width=right.shape[0], roles=("grad_input",))
+        (result,) = self.cluster.wait(self.cluster.submit("grad_input", (one,), (two,), linear))
+        if isinstance(a, np.ndarray):
+            return result
+        import torch
+
+        return torch.from_numpy(result).to(device=a.device, dtype=a.dtype)
+
+    def close(self, reason: str = "done", *, rejoin: bool = False) -> None:
+        self._service.stop(reason, rejoin=rejoin)
+        for process in self._processes:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _fastest_codec() -> Any:
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        return None
+    from cleave.train.codec import TorchCodec
+
+    return TorchCodec()

@@ -1,0 +1,136 @@
+"""Who is in the fleet and what each can do, as measured all the time.
+
+A rate is bytes (or operations) over the seconds they took, both fading, so that it follows a device that slows down
+within some tens of results and is not moved by one odd one. The planner sees a snapshot (`Profiles`), which changes, with
+its number, only when a device comes or goes or a rate has moved far enough to matter, so that plans can be kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from cleave.core.fleet import Profiles
+
+_FADE_BYTES = 32e6  # a link's memory: what counts half
+_FADE_S = 1.0  # a processor's memory: compute seconds that count half
+_MOVED = 1.25
+_QUICKEST_BYTES_PER_S = 20e9
+
+
+class Rate:
+    """Amount per second, from amounts and seconds that fade."""
+
+    def __init__(self, first: float, memory: float) -> None:
+        self._memory = memory
+        self._amount = memory / 4
+        self._seconds = memory / 4 / first
+
+    @property
+    def value(self) -> float:
+        return self._amount / self._seconds
+
+    def add(self, amount: float, seconds: float) -> None:
+        keep = 0.5 ** (amount / self._memory)
+        self._amount = self._amount * keep + amount
+        self._seconds = self._seconds * keep + max(seconds, amount / _QUICKEST_BYTES_PER_S / 1e3)
+
+
+@dataclass(slots=True)
+class Member:
+    name: str
+    kernel: str
+    memory_bytes: int
+    latency_s: float
+    flops: Rate
+    down: Rate
+    up: Rate
+    tasks: int = 0
+    flops_done: float = 0.0
+    down_bytes: int = 0
+    up_bytes: int = 0
+
+    @property
+    def rates(self) -> tuple[float, float, float]:
+        return self.flops.value, self.down.value, self.up.value
+
+
+class Roster:
+    def __init__(self) -> None:
+        self.members: dict[str, Member] = {}
+        self.past: dict[str, Member] = {}
+        """Those who left, with what they did."""
+        self.number = 0
+        """Grows whenever the snapshot changes."""
+        self._snapshot: Profiles | None = None
+        self._seen: dict[str, tuple[float, float, float]] = {}
+
+    def add(
+        self,
+        *,
+        name: str,
+        kernel: str,
+        memory_bytes: int,
+        flops_per_s: float,
+        latency_s: float,
+        down_bytes_per_s: float,
+        up_bytes_per_s: float,
+    ) -> Member:
+        member = Member(
+            name=name,
+            kernel=kernel,
+            memory_bytes=memory_bytes,
+            latency_s=latency_s,
+            flops=Rate(flops_per_s, flops_per_s * _FADE_S),
+            down=Rate(down_bytes_per_s, _FADE_BYTES),
+            up=Rate(up_bytes_per_s, _FADE_BYTES),
+        )
+        before = self.past.pop(name, None)
+        if before is not None:
+            member.tasks, member.flops_done = before.tasks, before.flops_done
+            member.down_bytes, member.up_bytes = before.down_bytes, before.up_bytes
+        self.members[name] = member
+        self._changed()
+        return member
+
+    def remove(self, name: str) -> None:
+        self.past[name] = self.members.pop(name)
+        self._changed()
+
+    def unique(self, name: str) -> str:
+        """The name, or the name with a number behind it."""
+        wanted = "".join(letter for letter in name.strip() if letter.isprintable())[:60] or "device"
+        taken = {*self.members, "server"}
+        if wanted not in taken:
+            return wanted
+        return next(f"{wanted}-{i}" for i in range(2, len(taken) + 3) if f"{wanted}-{i}" not in taken)
+
+    def profiles(self) -> Profiles | None:
+        """The present snapshot; None while nobody is there."""
+        if self._snapshot is None and self.members:
+            members = list(self.members.values())
+            self._seen = {member.name: member.rates for member in members}
+            self._snapshot = Profiles(
+                names=tuple(member.name for member in members),
+                flops_per_s=np.array([member.flops.value for member in members]),
+                down_bytes_per_s=np.array([member.down.value for member in members]),
+                up_bytes_per_s=np.array([member.up.value for member in members]),
+                latency_s=np.array([member.latency_s for member in members]),
+                memory_bytes=np.array([float(member.memory_bytes) for member in members]),
+            )
+        return self._snapshot
+
+    def refresh(self) -> None:
+        """Take a new snapshot if a rate has moved far since the last."""
+        for member in self.members.values():
+            seen = self._seen.get(member.name)
+            if seen and any(
+                not 1 / _MOVED < now / before < _MOVED for now, before in zip(member.rates, seen, strict=True)
+            ):
+                self._changed()
+                return
+
+    def _changed(self) -> None:
+        self.number += 1
+        self._snapshot = None

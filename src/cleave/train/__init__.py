@@ -1,0 +1,1 @@
+"""Training in PyTorch: the only package that imports torch."""

@@ -1,0 +1,370 @@
+# pyright: standard
+"""Text to tokens to batches: the first stretch of the way of the data.
+
+Documents come from files, tokens from the model's own tokenizer or from plain bytes, and a batch is a pure function of
+its index, so the data position of a run is one number. This module knows nothing of models, steps or devices and needs
+no torch; transformers and pyarrow are imported only when a tokenizer or a parquet file asks for them.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import sysconfig
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.errors import InputError
+
+if TYPE_CHECKING:
+    import pyarrow
+    from transformers import PreTrainedTokenizerBase
+
+Tokens = NDArray[np.uint16 | np.uint32]
+Ints = NDArray[np.int64]
+
+_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+_TEXT_KEYS: Final = ("text", "content")
+_SNIFFED_BYTES: Final = 1 << 16
+_PIECE_CHARACTERS: Final = 1 << 20
+_PARQUET_ROWS: Final = 256
+
+
+class Tokenizer(Protocol):
+    """What turns text into token numbers below `vocab_size` and back; `separator` stands between documents."""
+
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def separator(self) -> int: ...
+    def encode(self, text: str) -> Tokens: ...
+    def decode(self, tokens: NDArray[np.integer]) -> str: ...
+
+
+class ByteTokenizer:
+    """A token is a UTF-8 byte; byte 0 separates documents, so NULs in a text are left out."""
+
+    def __init__(self) -> None:
+        self.vocab_size: Final = 256
+        self.separator: Final = 0
+
+    def encode(self, text: str) -> Tokens:
+        raw = text.replace("\0", "").encode("utf-8", errors="replace")
+        return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
+
+    def decode(self, tokens: NDArray[np.integer]) -> str:
+        return tokens.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+class ModelTokenizer:
+    """A Hugging Face tokenizer. It adds no special tokens, and one spelled out in a text is text like any other."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        # Token numbers may have holes, so that the largest exceeds the count.
+        self.vocab_size: Final = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
+        ends = (tokenizer.eos_token_id, tokenizer.bos_token_id)
+        self.separator: Final = next((end for end in ends if isinstance(end, int)), 0)
+
+    def encode(self, text: str) -> Tokens:
+        tokens: list[int] = []
+        for piece in _pieces(text):
+            piece = piece.encode("utf-8", errors="replace").decode("utf-8")  # half a surrogate pair is no text
+            tokens += self._tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=True, verbose=False)
+        return np.array(tokens, dtype=_token_type(self.vocab_size))
+
+    def decode(self, tokens: NDArray[np.integer]) -> str:
+        text = self._tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+
+def load_tokenizer(model_directory: Path | None) -> Tokenizer:
+    """The model's own tokenizer where its directory holds one, else bytes. Nothing is fetched from the network."""
+    if model_directory is None:
+        return ByteTokenizer()
+    if not model_directory.is_dir():
+        raise InputError(f"expected a model directory, but there is none at {model_directory}; correct --model")
+    if not any((model_directory / name).is_file() for name in _TOKENIZER_FILES):
+        return ByteTokenizer()
+    from transformers import AutoTokenizer
+
+    advice = "complete its files, or remove them to train on bytes"
+    try:
+        loaded = AutoTokenizer.from_pretrained(str(model_directory), local_files_only=True)
+    except Exception as fault:  # whatever a third party's files provoke in a third party's parsers
+        cause = " ".join(str(fault).split())[:200] or type(fault).__name__
+        raise InputError(f"cannot load the tokenizer in {model_directory}: {cause}; {advice}") from fault
+    tokenizer = ModelTokenizer(loaded)
+    if tokenizer.encode("text").size == 0:
+        raise InputError(f"the tokenizer in {model_directory} has no vocabulary; {advice}")
+    return tokenizer
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """A text cut at line ends, since a tokenizer needs a hundred bytes of working memory for a byte of text."""
+    start = 0
+    while start < len(text):
+        stop = start + _PIECE_CHARACTERS
+        if stop < len(text):
+            stop = text.rfind("\n", start, stop) + 1 or stop
+        yield text[start:stop]
+        start = stop
+
+
+def _token_type(vocab_size: int) -> type[np.uint16 | np.uint32]:
+    return np.uint16 if vocab_size <= 1 << 16 else np.uint32
+
+
+def read_documents(path: Path) -> Iterator[str]:
+    """The documents of a text, JSONL or parquet file, or of all such files in a directory, in the order of their names.
+
+    A text file is one document, a JSONL line or a parquet row is one each. In a directory, hidden and binary files
+    and __pycache__ are skipped.
+    """
+    if path.is_dir():
+        documents = (text for file in _files_below(path) for text in _documents_of(file, skip_binary=True))
+        return _at_least_one(documents, f"{path} holds no text; give a directory with text, .jsonl or .parquet files")
+    if not path.exists():
+        raise InputError(f"expected text at {path}, but there is nothing; correct --data")
+    return _at_least_one(_documents_of(path), f"{path} is empty; give a file with text")
+
+
+def library_sources() -> Path:
+    """The directory of Python's own standard library: text that every machine with Cleave has."""
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def library_documents() -> Iterator[str]:
+    """The modules directly in the standard library's directory, a few megabytes, without packages below it."""
+    directory = library_sources()
+    documents = (text for file in sorted(directory.glob("*.py")) for text in _documents_of(file, skip_binary=True))
+    return _at_least_one(documents, f"this Python has no library sources in {directory} to train on; give --data")
+
+
+def _at_least_one(documents: Iterable[str], complaint: str) -> Iterator[str]:
+    """The documents that are not blank."""
+    came = False
+    for document in documents:
+        if document and not document.isspace():
+            came = True
+            yield document
+    if not came:
+        raise InputError(complaint)
+
+
+def _files_below(directory: Path) -> Iterator[Path]:
+    try:
+        entries = sorted(directory.iterdir(), key=lambda entry: entry.name)
+    except OSError as fault:
+        raise InputError(f"cannot read {directory}: {fault.strerror}; make it readable or leave it out") from None
+    for entry in entries:
+        if entry.name.startswith(".") or entry.name == "__pycache__":
+            continue
+        if entry.is_file():
+            yield entry
+        elif entry.is_dir() and not entry.is_symlink():  # links to directories can form circles
+            yield from _files_below(entry)
+
+
+def _documents_of(file: Path, *, skip_binary: bool = False) -> Iterator[str]:
+    try:
+        match file.suffix.lower():
+            case ".jsonl":
+                yield from _jsonl(file)
+            case ".parquet":
+                yield from _parquet(file)
+            case _:
+                text = _text(file)
+                if text is not None:
+                    yield text
+                elif not skip_binary:
+                    raise InputError(f"{file} is not UTF-8 text; give text, .jsonl, .parquet or a directory of them")
+    except OSError as fault:
+        raise InputError(f"cannot read {file}: {fault.strerror or fault}; make it readable or leave it out") from None
+
+
+def _text(file: Path) -> str | None:
+    """None for a binary file, told by its opening so that a large one is not read."""
+    with file.open("rb") as stream:
+        raw = stream.read(_SNIFFED_BYTES)
+        if b"\0" in raw:
+            return None
+        try:
+            codecs.getincrementaldecoder("utf-8")().decode(raw)
+            return (raw + stream.read()).decode("utf-8-sig")
+        except UnicodeDecodeError:
+            return None
+
+
+def _jsonl(file: Path) -> Iterator[str]:
+    with file.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line.decode("utf-8"))
+            except (ValueError, RecursionError):
+                came = "it is not JSON"
+            else:
+                fields = [value.get(key) for key in _TEXT_KEYS] if isinstance(value, dict) else [value]
+                text = next((field for field in fields if isinstance(field, str)), None)
+                if text is not None:
+                    yield text
+                    continue
+                came = "the object has neither" if isinstance(value, dict) else f"it is a {type(value).__name__}"
+            raise InputError(
+                f"{file}, line {number}: expected an object with a string under 'text' or 'content', or a string, "
+                f"but {came}; correct that line or leave it out"
+            )
+
+
+def _parquet(file: Path) -> Iterator[str]:
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise InputError(f"{file} needs pyarrow, which is not installed; pip install 'cleave[parquet]'") from None
+    with file.open("rb") as stream:
+        try:
+            table = parquet.ParquetFile(stream)
+            column = _text_column(table.schema_arrow, file)
+            for rows in table.iter_batches(batch_size=_PARQUET_ROWS, columns=[column]):
+                yield from (text for text in rows.column(0).to_pylist() if text is not None)
+        except (arrow.ArrowException, OSError, ValueError):
+            raise InputError(f"{file} is not a sound parquet file; write it again or leave it out") from None
+
+
+def _text_column(schema: pyarrow.Schema, file: Path) -> str:
+    from pyarrow import types
+
+    texts: list[str] = []
+    for field in schema:
+        kind = field.type.value_type if types.is_dictionary(field.type) else field.type
+        if types.is_string(kind) or types.is_large_string(kind):
+            texts.append(field.name)
+    choices = [name for name in _TEXT_KEYS if name in texts] or (texts if len(texts) == 1 else [])
+    if not choices:
+        raise InputError(
+            f"{file}: expected a string column 'text' or 'content', or only one string column, but the string columns "
+            f"are {', '.join(texts) or 'none'}; rename the one to train on"
+        )
+    return choices[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Corpus:
+    """A text as one row of tokens, read-only."""
+
+    tokens: Tokens
+
+    def __post_init__(self) -> None:
+        tokens = self.tokens.view()
+        tokens.flags.writeable = False
+        object.__setattr__(self, "tokens", tokens)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+
+def open_corpus(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
+    """The documents' tokens with a separator between each two; two bytes a token up to a vocabulary of 65,536, else 4.
+
+    One buffer grows in place, so that memory holds the tokens once, and one document.
+    """
+    kind = _token_type(tokenizer.vocab_size)
+    separator = kind(tokenizer.separator).tobytes()
+    joined = bytearray()
+    for document in documents:
+        tokens = tokenizer.encode(document)
+        if tokens.size:
+            if joined:
+                joined += separator
+            joined += tokens.astype(kind, copy=False).tobytes()
+    if not joined:
+        raise InputError("expected text, but the documents have no tokens; give some with --data")
+    return Corpus(tokens=np.frombuffer(joined, dtype=kind))
+
+
+def split(corpus: Corpus, sequence: int, share: float = 0.05, at_most_sequences: int = 64) -> tuple[Corpus, Corpus]:
+    """The part to train on, and the tail to evaluate on: disjoint views of the corpus.
+
+    The tail holds a whole number of sequences and the token after them: the share, but at least one sequence where the
+    training part keeps one too. Where there is room for only one, or share is 0, it is empty.
+    """
+    _check_sequence(corpus, sequence)
+    if not 0 <= share < 1:
+        raise InputError(f"the share of text to evaluate on must be at least 0 and below 1, but is {share}; change it")
+    wanted = max(1, int(share * len(corpus)) // sequence) if share > 0 else 0
+    room = (len(corpus) - (sequence + 1) - 1) // sequence
+    sequences = max(0, min(wanted, room, at_most_sequences))
+    border = len(corpus) - (sequences * sequence + 1 if sequences else 0)
+    return Corpus(tokens=corpus.tokens[:border]), Corpus(tokens=corpus.tokens[border:])
+
+
+class Batches:
+    """Endless batches over a corpus; the state is only a cache, and `batch(index)` depends on nothing but its index.
+
+    An epoch cuts the corpus into windows of sequence + 1 tokens at stride sequence, from a phase drawn anew, and visits
+    each window once in shuffled order; no token is predicted twice in an epoch. So that an index tells its epoch at
+    once, all epochs have the same number of windows: up to two sequences at the ends stay unread, others each time.
+    Phase and order come from raw Philox numbers, which, unlike `Generator.permutation`, are the same in every version
+    of numpy: a run resumed elsewhere reads on where it stopped.
+    """
+
+    def __init__(self, corpus: Corpus, sequence: int, batch: int, seed: int) -> None:
+        _check_sequence(corpus, sequence)
+        if batch < 1:
+            raise InputError(f"a batch needs at least 1 sequence, but has {batch}; raise --batch")
+        if not 0 <= seed < 1 << 64:
+            raise InputError(f"a seed must be at least 0 and below 2^64, but is {seed}; change --seed")
+        self._corpus, self._sequence, self._batch, self._seed = corpus, sequence, batch, seed
+        self.windows_per_epoch: Final = max(1, len(corpus) // sequence - 1)
+        self._epoch: tuple[int, Ints] = (0, self._starts_of(0))
+
+    def batch(self, index: int) -> Ints:
+        """Batch number index, counted from 0, of shape [batch, sequence + 1]; batches flow over epoch borders."""
+        assert index >= 0
+        parts: list[Ints] = []
+        window, stop = index * self._batch, (index + 1) * self._batch
+        while window < stop:
+            epoch, place = divmod(window, self.windows_per_epoch)
+            if self._epoch[0] != epoch:
+                self._epoch = (epoch, self._starts_of(epoch))
+            parts.append(self._epoch[1][place : place + stop - window])
+            window += len(parts[-1])
+        return _windows(self._corpus, np.concatenate(parts), self._sequence)
+
+    def _starts_of(self, epoch: int) -> Ints:
+        """Where the windows of an epoch start, in the order of their visit."""
+        key = np.array([self._seed, epoch], dtype=np.uint64)
+        raw = np.random.Philox(key=key).random_raw(1 + self.windows_per_epoch)
+        spare = len(self._corpus) - 1 - self.windows_per_epoch * self._sequence
+        phase = int(raw[0]) % (spare + 1)
+        return phase + self._sequence * np.argsort(raw[1:], kind="stable")
+
+
+def evaluation_batches(corpus: Corpus, sequence: int, batch: int) -> Iterator[Ints]:
+    """The corpus' windows in order, `batch` at a time; the last batch may be smaller, an empty corpus has none."""
+    starts = np.arange(0, len(corpus) - sequence, sequence, dtype=np.int64)
+    for first in range(0, len(starts), batch):
+        yield _windows(corpus, starts[first : first + batch], sequence)
+
+
+def _windows(corpus: Corpus, starts: Ints, sequence: int) -> Ints:
+    return corpus.tokens[starts[:, None] + np.arange(sequence + 1)].astype(np.int64)
+
+
+def _check_sequence(corpus: Corpus, sequence: int) -> None:
+    if sequence < 1:
+        raise InputError(f"a sequence needs at least 1 token, but has {sequence}; raise --sequence")
+    if len(corpus) < sequence + 1:
+        raise InputError(
+            f"text has {len(corpus)} tokens, one sequence needs {sequence + 1}; give more text or a smaller --sequence"
+        )

@@ -1,0 +1,184 @@
+# pyright: standard
+"""A model by name: tiny presets, the named shapes of `core/shapes.py`, a model directory, or a Hugging Face name.
+
+Presets and named shapes get random weights drawn from the seed; the others bring their own. What comes out is a plain
+Hugging Face causal language model on the CPU; nothing here knows of devices, data or steps.
+"""
+
+from __future__ import annotations
+
+import difflib
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import RepositoryNotFoundError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from cleave.core.shapes import PRESET_NAMES, ModelShape, named
+from cleave.errors import ModelError
+
+Dtype = Literal["fp32", "bf16"]
+
+TORCH_DTYPES: Final[dict[Dtype, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+TOKENIZER_FILES: Final = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+
+
+def build_model(name: str, dtype: Dtype, seed: int) -> tuple[PreTrainedModel, Path | None]:
+    """The model, without a key/value cache, and the directory of its files if it has one (for its tokenizer)."""
+    fields = _config_fields(name)
+    if fields is not None:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            config = AutoConfig.for_model(**fields)  # pyright: ignore[reportArgumentType]
+            model = AutoModelForCausalLM.from_config(config, dtype=TORCH_DTYPES[dtype])
+        directory = None
+    else:
+        model, directory = _load(name, dtype)
+    model.config.use_cache = False
+    return model, directory
+
+
+def load_directory(directory: Path, dtype: Dtype | None = None) -> PreTrainedModel:
+    """The model in a directory that `save_pretrained` or a checkpoint wrote, in its own dtype if none is given."""
+    return _from_pretrained(str(directory), "auto" if dtype is None else TORCH_DTYPES[dtype], local_files_only=True)
+
+
+def _config_fields(name: str) -> Mapping[str, object] | None:
+    """The config.json of a name that needs no files; None if it is no such name."""
+    key = name.lower()
+    if key in _TINY:
+        return _TINY[key]
+    return _of_shape(named(key)) if key in PRESET_NAMES else None
+
+
+_FOR_BYTES: Final[Mapping[str, object]] = {
+    "vocab_size": 256,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def _byte_llama(hidden: int, ffn: int, layers: int, heads: int) -> Mapping[str, object]:
+    return {
+        **_FOR_BYTES,
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 1024,
+        # So narrow a model learns visibly faster in its first hundred steps from weights wider than the usual 0.02.
+        "initializer_range": 0.05,
+    }
+
+
+_TINY: Final[Mapping[str, Mapping[str, object]]] = {
+    "demo": _byte_llama(hidden=256, ffn=768, layers=4, heads=4),
+    "tiny-llama": _byte_llama(hidden=64, ffn=192, layers=2, heads=2),
+    "tiny-opt": {
+        **_FOR_BYTES,
+        "model_type": "opt",
+        "hidden_size": 64,
+        "word_embed_proj_dim": 64,
+        "ffn_dim": 256,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "max_position_embeddings": 1024,
+        "dropout": 0.0,
+    },
+    "tiny-gpt2": {
+        **_FOR_BYTES,
+        "model_type": "gpt2",
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 2,
+        "n_positions": 1024,
+        "embd_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "resid_pdrop": 0.0,
+    },
+}
+
+MODEL_NAMES: Final[tuple[str, ...]] = (*_TINY, *PRESET_NAMES)
+
+
+def _of_shape(shape: ModelShape) -> Mapping[str, object]:
+    both = {
+        "model_type": shape.family,
+        "vocab_size": shape.vocab,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "max_position_embeddings": shape.max_positions,
+        "tie_word_embeddings": shape.tied_embeddings,
+    }
+    match shape.family:
+        case "llama":
+            own = {"intermediate_size": shape.ffn, "num_key_value_heads": shape.kv_heads, "rms_norm_eps": 1e-5}
+        case "opt":
+            own = {
+                "ffn_dim": shape.ffn,
+                "word_embed_proj_dim": shape.embed_dim,
+                "do_layer_norm_before": shape.final_norm,
+            }
+        case _:
+            raise AssertionError(f"no named shape is of the family {shape.family}")
+    return both | own
+
+
+def _load(name: str, dtype: Dtype) -> tuple[PreTrainedModel, Path]:
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelError(
+                f"expected a model in {path}, but it has no config.json; give a Hugging Face model directory"
+            )
+        return load_directory(path, dtype), path
+    try:
+        files = Path(snapshot_download(name, allow_patterns=["config.json", *TOKENIZER_FILES]))
+    except (OSError, ValueError) as fault:
+        raise ModelError(_unknown(name, fault)) from None
+    return _from_pretrained(name, TORCH_DTYPES[dtype]), files
+
+
+def _from_pretrained(
+    source: str, dtype: torch.dtype | Literal["auto"], *, local_files_only: bool = False
+) -> PreTrainedModel:
+    transformers_logging.disable_progress_bar()  # it would run through the live view of a run
+    try:
+        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=local_files_only)
+    except Exception as fault:  # whatever a third party's files provoke in a third party's parsers
+        cause = " ".join(str(fault).split())[:200] or type(fault).__name__
+        raise ModelError(f"cannot load a causal language model from {source}: {cause}; check its files") from fault
+
+
+def _unknown(name: str, fault: Exception) -> str:
+    close = difflib.get_close_matches(name.lower(), MODEL_NAMES, n=3, cutoff=0.6)
+    presets = f"the nearest are {', '.join(close)}" if close else f"those are {', '.join(MODEL_NAMES)}"
+    if isinstance(fault, ValueError):
+        elsewhere = "the name of none at Hugging Face"
+    elif isinstance(fault, RepositoryNotFoundError):
+        elsewhere = "a public one of Hugging Face"
+    else:
+        elsewhere = "in Hugging Face's local cache, and the network could not be asked (offline?)"
+    return (
+        f"expected a model, but {reprlib.repr(name)} is not a preset ({presets}), not a directory, "
+        f"and not {elsewhere}; correct --model"
+    )

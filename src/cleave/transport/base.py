@@ -1,0 +1,66 @@
+"""A channel: byte strings in order, both ways, until one side closes; and messages over it.
+
+Implementations give three verbs (`_send`, `_receive`, `_close`); framing, limits and the clock of a link are here, once. A
+channel is used from one event loop: any number of senders, one receiver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from cleave.wire import messages
+from cleave.wire.frame import Assembler, Buffer, parts
+from cleave.wire.messages import AnyMessage
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    message: AnyMessage
+    payload: Buffer
+    link_s: float
+    """From the header's arrival to the payload's end: how long the link was busy with it."""
+
+
+class Channel(ABC):
+    """`send` waits while the other side is slow; `receive` raises ConnectionLost when it is over."""
+
+    def __init__(self) -> None:
+        self._assembler = Assembler()
+        self._sending = asyncio.Lock()
+        self.sent_bytes = 0
+        self.received_bytes = 0
+
+    async def send(self, message: AnyMessage, payload: Buffer = b"") -> None:
+        assert message.payload == len(payload), "a message announces just what it carries"
+        header = messages.encode(message)
+        async with self._sending:
+            await self._send(header)
+            for part in parts(payload):
+                await self._send(part)
+        self.sent_bytes += len(header) + len(payload)
+
+    async def receive(self) -> Received:
+        started = 0.0
+        while True:
+            data = await self._receive()
+            self.received_bytes += len(data)
+            if not self._assembler.waits_for_payload:
+                started = time.perf_counter()
+            whole = self._assembler.feed(data)
+            if whole is not None:
+                return Received(whole[0], whole[1], time.perf_counter() - started)
+
+    async def close(self, reason: str = "") -> None:
+        await self._close(reason)
+
+    @abstractmethod
+    async def _send(self, data: Buffer) -> None: ...
+
+    @abstractmethod
+    async def _receive(self) -> Buffer: ...
+
+    @abstractmethod
+    async def _close(self, reason: str) -> None: ...

@@ -1,0 +1,94 @@
+"""A run's settings are checked once, at the door, and survive being written down."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cleave.config import TrainConfig, load_config, to_toml
+from cleave.errors import InputError
+
+
+def _file(directory: Path, text: str) -> Path:
+    path = directory / "run.toml"
+    path.write_text(text)
+    return path
+
+
+def test_without_a_file_and_overrides_the_config_is_the_demo() -> None:
+    assert load_config(None, {}) == TrainConfig(model="demo", data=None, devices=4)
+
+
+def test_overrides_win_over_the_file_and_none_means_not_given(tmp_path: Path) -> None:
+    path = _file(tmp_path, 'steps = 7\nlearning-rate = 1\nmodel = "tiny-opt"\n')
+    config = load_config(path, {"steps": 9, "model": None, "eval-every": 3})
+    assert (config.steps, config.learning_rate, config.model, config.eval_every) == (9, 1.0, "tiny-opt", 3)
+
+
+def test_a_config_written_down_reads_back_as_itself_without_its_token(tmp_path: Path) -> None:
+    config = TrainConfig(
+        data=Path('odd "name"\\with\ttab\x7f and é'),
+        betas=(0.8, 0.95),
+        autocast="bf16",
+        checkpointing=True,
+        learning_rate=1e-7,
+        token="secret",
+        out=Path("somewhere"),
+    )
+    text = to_toml(config)
+    assert "secret" not in text
+    assert load_config(_file(tmp_path, text), {}) == replace(config, token=None)
+
+
+def test_every_default_passes_its_own_check(tmp_path: Path) -> None:
+    assert load_config(_file(tmp_path, to_toml(TrainConfig())), {}) == TrainConfig()
+
+
+@pytest.mark.parametrize(("key", "meant"), [("learning_rat", "learning_rate"), ("warm-up-steps", "warmup_steps")])
+def test_an_unknown_setting_is_refused_with_the_nearest_name(tmp_path: Path, key: str, meant: str) -> None:
+    with pytest.raises(InputError, match=f"no setting '{key}'.*did you mean {meant}"):
+        load_config(_file(tmp_path, f"{key} = 1\n"), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("steps = 0", "a number from 1 to 2,147,483,647"),
+        ("steps = 2.5", "a whole number"),
+        ("steps = true", "a whole number"),
+        ('steps = "many"', "a whole number"),
+        ("learning_rate = 0", "a number above 0 up"),
+        ("learning_rate = inf", "a number"),
+        ("learning_rate = nan", "a number"),
+        ("clip = -1", "a number from 0 up"),
+        (f"clip = 1{'0' * 400}", "a number"),
+        ('wire = "fp8"', "one of fp32, bf16, fp16, int8"),
+        ('autocast = "fp16"', "one of bf16"),
+        ("betas = [0.9]", "2 numbers"),
+        ("betas = [0.9, 1.0]", "a number from 0 to"),
+        ("betas = 0.9", "2 numbers"),
+        ("tensorboard = 1", "true or false"),
+        ("data = 3", "a path"),
+        ('model = ""', "a text"),
+        ("[model]\nname = 1", "a text"),
+        ('listen = "7077"', "HOST:PORT"),
+        ('listen = "here:99999"', "HOST:PORT"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_or_size_is_refused_with_what_was_expected(
+    tmp_path: Path, text: str, expected: str
+) -> None:
+    with pytest.raises(InputError, match=f"expected {text.strip('[').split()[0].rstrip(']')} to be {expected}"):
+        load_config(_file(tmp_path, text), {})
+
+
+def test_a_file_that_is_missing_or_no_toml_is_refused_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"cannot read .*absent\.toml"):
+        load_config(tmp_path / "absent.toml", {})
+    with pytest.raises(InputError, match=r"expected TOML in .*run\.toml"):
+        load_config(_file(tmp_path, "steps: 3"), {})
+    (tmp_path / "run.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match=r"expected TOML in .*run\.toml"):
+        load_config(tmp_path / "run.toml", {})

@@ -1,0 +1,78 @@
+"""A model's name gives the same model every time, and a wrong name gives a sentence that helps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cleave.core.shapes import named
+from cleave.errors import ModelError
+from cleave.train.models import build_model, load_directory
+
+TINY = ("tiny-llama", "tiny-opt", "tiny-gpt2")
+
+
+@pytest.mark.parametrize("name", ["opt-125m", "opt-350m", "llama-2-7b", "llama-2-70b"])
+def test_a_named_model_has_the_parameters_of_its_shape(name: str) -> None:
+    with torch.device("meta"):
+        model, directory = build_model(name, "bf16", seed=1)
+    assert directory is None
+    assert sum(parameter.numel() for parameter in model.parameters()) == named(name).params
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_the_seed_alone_decides_the_weights(name: str) -> None:
+    torch.manual_seed(5)
+    first = build_model(name, "fp32", seed=1)[0].state_dict()
+    drawn = torch.rand(1)
+    torch.manual_seed(5)
+    assert torch.equal(drawn, torch.rand(1)), "building a model must not touch the generator of others"
+    again, other = build_model(name, "fp32", seed=1)[0].state_dict(), build_model(name, "fp32", seed=2)[0].state_dict()
+    assert all(torch.equal(first[key], again[key]) for key in first)
+    assert any(not torch.equal(first[key], other[key]) for key in first)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_tiny_models_take_bytes_have_no_dropout_and_keep_no_cache(name: str) -> None:
+    model, _ = build_model(name.upper(), "fp32", seed=1)
+    model.train()
+    tokens = torch.arange(256).view(2, 128)
+    first, again = model(input_ids=tokens), model(input_ids=tokens)
+    assert first.logits.shape == (2, 128, 256)
+    assert torch.equal(first.logits, again.logits)
+    assert first.past_key_values is None
+
+
+def test_the_demo_is_small_and_parameters_have_the_asked_dtype() -> None:
+    model, _ = build_model("demo", "bf16", seed=1)
+    assert 3e6 < sum(parameter.numel() for parameter in model.parameters()) < 4e6
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_a_model_directory_loads_with_its_weights_and_is_returned_for_its_tokenizer(tmp_path: Path) -> None:
+    model, _ = build_model("tiny-llama", "fp32", seed=3)
+    model.save_pretrained(tmp_path)
+    loaded, directory = build_model(str(tmp_path), "fp32", seed=1)
+    assert directory == tmp_path
+    assert all(torch.equal(value, loaded.state_dict()[key]) for key, value in model.state_dict().items())
+    assert build_model(str(tmp_path), "bf16", seed=1)[0].dtype == torch.bfloat16
+    assert load_directory(tmp_path).dtype == torch.float32
+
+
+def test_a_directory_without_a_sound_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        build_model(str(tmp_path), "fp32", seed=1)
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ModelError, match=f"cannot load a causal language model from {tmp_path}"):
+        build_model(str(tmp_path), "fp32", seed=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("opt-125n", "the nearest are opt-125m"), ("no such model!", "those are demo, tiny-llama, .*llama-2-70b")],
+)
+def test_an_unknown_name_is_refused_with_near_names_and_what_was_tried(name: str, said: str) -> None:
+    with pytest.raises(ModelError, match=f"'{name}' is not a preset .{said}.*not a directory.*Hugging Face"):
+        build_model(name, "fp32", seed=1)
