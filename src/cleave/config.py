@@ -63,7 +63,7 @@ class TrainConfig:
     """Micro-batches of one step; their mean loss is the loss of the step."""
     in_flight: Count = 1
     """Micro-batches computed at the same time, each in a thread; more than `accumulate` is no use."""
-    learning_rate: Annotated[float, Range(0, above=True)] = 3e-3
+    learning_rate: Annotated[float, Range(0, above=True)] = 2e-3
     """The highest, reached at the end of the warm-up."""
     warmup_steps: CountOrNone = 10
     """Steps in which the learning rate rises in a line."""
@@ -71,7 +71,7 @@ class TrainConfig:
     """Where the cosine ends, as a share of `learning_rate`."""
     weight_decay: Annotated[float, Range(0)] = 0.1
     """AdamW's, for matrices only: norms and biases have none."""
-    betas: tuple[Beta, Beta] = (0.9, 0.99)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     """AdamW's."""
     clip: Annotated[float, Range(0)] = 1.0
     """The largest norm of the gradient; a larger one is scaled down. 0: no clipping."""

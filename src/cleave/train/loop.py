@@ -1,0 +1,466 @@
+# pyright: standard
+"""The training loop: text and a model in, steps of AdamW, checkpoints and an exported model out.
+
+It is a plain PyTorch loop. Devices come in only through `wrap`, which may change how the model computes but not what,
+and `traffic`, whose running totals are reported with each step. Parameters change nowhere but in the optimizer's step,
+so whatever goes wrong elsewhere (a vanished fleet, a NaN, Ctrl-C), the last finished step is still there to be saved.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Final
+
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_
+from transformers import GenerationConfig, PreTrainedModel
+
+from cleave.config import TrainConfig, to_toml
+from cleave.errors import CleaveError, InputError
+from cleave.events import (
+    AnyEvent,
+    CheckpointSaved,
+    Evaluated,
+    Listener,
+    Note,
+    Resumed,
+    RunFinished,
+    RunStarted,
+    StepDone,
+)
+from cleave.train import checkpoint
+from cleave.train.checkpoint import Checkpoint, Position, RandomState
+from cleave.train.data import (
+    Batches,
+    Corpus,
+    Tokenizer,
+    evaluation_batches,
+    library_documents,
+    load_tokenizer,
+    open_corpus,
+    read_documents,
+    split,
+)
+from cleave.train.models import TOKENIZER_FILES, build_model, load_directory
+
+_PROMPT_TOKENS: Final = 32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """What the fleet has done so far: `devices` are those there now, the others are totals since the start."""
+
+    devices: int = 0
+    down_bytes: int = 0
+    up_bytes: int = 0
+    waiting_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary:
+    step: int
+    """Finished steps, those before a resume included."""
+    reason: str
+    """`done` or `interrupted`."""
+    losses: tuple[float, ...]
+    evaluation_loss: float | None
+    tokens: int
+    """Trained on since this start."""
+    seconds: float
+    parameters: int
+    checkpoint: Path | None
+    exported: Path | None
+    """Where the finished model is, for AutoModelForCausalLM.from_pretrained."""
+    prompt: str
+    sample: str
+    """What the finished model wrote after the prompt, which is held-back text."""
+
+
+def run(
+    config: TrainConfig,
+    run_directory: Path,
+    *,
+    wrap: Callable[[torch.nn.Module], torch.nn.Module],
+    observe: Listener,
+    traffic: Callable[[], Traffic],
+    resume: bool,
+) -> Summary:
+    """Train as configured. All input is checked before `wrap` is called, so that may be what starts the fleet."""
+    found = _found(run_directory, resume=resume)
+    documents = library_documents() if config.data is None else read_documents(config.data)
+    model, model_directory = build_model(config.model, config.dtype, config.seed)
+    tokenizer = load_tokenizer(model_directory)
+    corpus = open_corpus(documents, tokenizer)
+    training, evaluation = split(corpus, config.sequence)
+    _check_fit(config, model, corpus)
+    with ExitStack() as stack:
+        if config.tensorboard:
+            observe = stack.enter_context(_with_tensorboard(run_directory, observe, found.step if found else 0))
+        trainer = _Trainer(config, run_directory, model, training, evaluation, observe, traffic)
+        trainer.start(found, resume=resume)
+        reason = trainer.train(wrap(model), stack.enter_context(_Interrupts()))
+        exported, prompt, sample = None, "", ""
+        if reason == "done":
+            exported = _export(model, model_directory, run_directory / "model")
+            if config.sample:
+                trainer.drop_optimizer()
+                prompt = tokenizer.decode((evaluation if len(evaluation) else training).tokens[:_PROMPT_TOKENS])
+                sample = generate_text(load_directory(exported), tokenizer, prompt, config.sample, config.seed)
+        return trainer.summary(reason, exported, prompt, sample)
+
+
+def learning_rate(config: TrainConfig, step: int) -> float:
+    """Of a step counted from 1: up in a line over the warm-up, then down a cosine to its minimum at the last step."""
+    if step <= config.warmup_steps:
+        return config.learning_rate * step / config.warmup_steps
+    way = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
+    lowest = config.minimum_learning_rate_share
+    return config.learning_rate * (lowest + (1 - lowest) * (1 + math.cos(math.pi * way)) / 2)
+
+
+class _Trainer:
+    """Guards what a run changes: the parameters, the optimizer, and the position that belongs to both."""
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        run_directory: Path,
+        model: PreTrainedModel,
+        training: Corpus,
+        evaluation: Corpus,
+        observe: Listener,
+        traffic: Callable[[], Traffic],
+    ) -> None:
+        self._config, self._directory, self._observe, self._traffic = config, run_directory, observe, traffic
+        self._model = model
+        self._forward: torch.nn.Module = model
+        self._optimizer = _adamw(config, model)
+        self._batches = Batches(training, config.sequence, config.batch, config.seed)
+        self._evaluation = evaluation
+        self._evaluated: tuple[int, float | None] = (-1, None)
+        self._updating = False
+        self._saved: Checkpoint | None = None
+        torch.manual_seed(config.seed)
+        self._position = Position(step=0, next_batch=0, losses=(), random_state=RandomState.capture())
+        self._first_step = 0
+        self._started_s = time.perf_counter()
+        if config.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+    def start(self, found: Checkpoint | None, *, resume: bool) -> None:
+        if found is not None:
+            self._position = checkpoint.restore(found, self._model, self._optimizer)
+            self._position.random_state.put_back()
+            self._saved, self._first_step = found, found.step
+        self._directory.mkdir(parents=True, exist_ok=True)
+        (self._directory / "config.toml").write_text(to_toml(self._config), encoding="utf-8")
+        self._observe(
+            RunStarted(
+                model=self._config.model,
+                parameters=self._model.num_parameters(),
+                steps=self._config.steps,
+                first_step=self._position.step + 1,
+                tokens_per_step=self._config.tokens_per_step,
+                wire=self._config.wire,
+                seed=self._config.seed,
+            )
+        )
+        if found is not None:
+            for path in found.damaged:
+                self._observe(Note(text=f"{path} is damaged and was passed over"))
+            self._observe(Resumed(step=found.step, path=str(found.path)))
+        elif resume:
+            self._observe(Note(text="there is no checkpoint yet, so the run starts again from its first step"))
+
+    def train(self, forward: torch.nn.Module, interrupts: _Interrupts) -> str:
+        """Step after step to the last; `done`, or `interrupted` with a checkpoint of the last finished step."""
+        config, self._forward = self._config, forward
+        forward.train()
+        reason = "what stopped it was not caught"
+        try:
+            while (step := self._position.step) < config.steps:
+                self._observe(self._step(interrupts))
+                step += 1
+                if config.eval_every and step % config.eval_every == 0:
+                    self._evaluate()
+                if config.save_every and step % config.save_every == 0:
+                    self._save()
+            self._evaluate()
+            self._save()
+            reason = "done"
+        except KeyboardInterrupt:
+            self._save()
+            again = f"cleave train --resume --out {self._directory}"
+            self._observe(Note(text=f"stopped after step {self._position.step}; go on with: {again}"))
+            reason = "interrupted"
+        except Exception as fault:
+            reason = str(fault) or type(fault).__name__
+            try:
+                self._save()
+            except CleaveError as second:  # the first fault is the one to report
+                self._observe(Note(text=str(second)))
+            raise
+        finally:
+            losses = self._position.losses
+            loss = losses[-1] if losses else math.nan
+            self._observe(RunFinished(step=self._position.step, loss=loss, reason=reason))
+        return reason
+
+    def _step(self, interrupts: _Interrupts) -> StepDone:
+        """One update from the mean gradient of its micro-batches."""
+        config, before, start_s = self._config, self._traffic(), time.perf_counter()
+        step, first = self._position.step + 1, self._position.next_batch
+        batches = [self._batches.batch(index) for index in range(first, first + config.accumulate)]
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = math.fsum(self._in_flight(batches)) / config.accumulate
+        norm = float(clip_grad_norm_(self._model.parameters(), config.clip or math.inf))
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise self._diverged(
+                step, f"loss of step {step} is {loss}" if not math.isfinite(loss) else f"gradient is {norm}"
+            )
+        rate = learning_rate(config, step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        with interrupts.held():  # half an update is no state to save
+            self._updating = True
+            self._optimizer.step()
+            self._position = Position(
+                step=step,
+                next_batch=first + config.accumulate,
+                losses=(*self._position.losses, loss),
+                random_state=RandomState.capture(),
+            )
+            self._updating = False
+        after = self._traffic()
+        return StepDone(
+            step=step,
+            loss=loss,
+            learning_rate=rate,
+            gradient_norm=norm,
+            tokens=config.tokens_per_step,
+            seconds=time.perf_counter() - start_s,
+            waiting_s=after.waiting_s - before.waiting_s,
+            devices=after.devices,
+            down_bytes=after.down_bytes - before.down_bytes,
+            up_bytes=after.up_bytes - before.up_bytes,
+        )
+
+    def _in_flight(self, batches: list[NDArray]) -> list[float]:
+        """The losses of the micro-batches, in order; their gradients add up in `.grad`, which autograd guards."""
+        if self._config.in_flight == 1 or len(batches) == 1:
+            return [self._micro_batch(batch) for batch in batches]
+        pool = ThreadPoolExecutor(self._config.in_flight, "micro-batch")
+        try:
+            return list(pool.map(self._micro_batch, batches))
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)  # after a fault, the others may wait for devices for long
+
+    def _micro_batch(self, batch: NDArray) -> float:
+        loss = self._loss(batch)
+        (loss / self._config.accumulate).backward()
+        return loss.item()
+
+    def _loss(self, batch: NDArray) -> torch.Tensor:
+        tokens = torch.from_numpy(batch)
+        # Autocast is set per thread, so here and not around the step.
+        with torch.autocast("cpu", torch.bfloat16) if self._config.autocast else nullcontext():
+            logits = self._forward(input_ids=tokens[:, :-1], use_cache=False).logits
+        return cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+
+    @torch.no_grad()
+    def _evaluate(self) -> None:
+        config = self._config
+        if self._evaluated[0] == self._position.step:
+            return
+        self._forward.eval()
+        losses, sequences = 0.0, 0
+        for batch in islice(evaluation_batches(self._evaluation, config.sequence, config.batch), config.eval_batches):
+            losses += self._loss(batch).item() * len(batch)
+            sequences += len(batch)
+        self._forward.train()
+        loss = losses / sequences if sequences else None
+        self._evaluated = (self._position.step, loss)
+        if loss is not None:
+            self._observe(Evaluated(step=self._position.step, loss=loss))
+
+    def _save(self) -> None:
+        """The last finished step, unless it is saved, or there is none, or the optimizer itself broke off in one."""
+        step = self._position.step
+        if self._updating or step == 0 or (self._saved is not None and self._saved.step == step):
+            return
+        self._saved = checkpoint.save(
+            self._directory, self._model, self._optimizer, self._position, keep=self._config.keep
+        )
+        self._observe(CheckpointSaved(step=step, path=str(self._saved.path)))
+
+    def _diverged(self, step: int, came: str) -> CleaveError:
+        self._save()
+        lower = f"--learning-rate {self._config.learning_rate / 3:.1g}"
+        again = f"go on with: cleave train --resume --out {self._directory} {lower}"
+        saved = (
+            f"step {step - 1} is saved in {self._saved.path}; {again}" if self._saved else f"start again with {lower}"
+        )
+        return CleaveError(
+            f"the {came}, not a finite number, and training stopped before it reached the model; {saved}"
+        )
+
+    def drop_optimizer(self) -> None:
+        """Make room: with the gradients it is three times the model."""
+        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.state.clear()
+
+    def summary(self, reason: str, exported: Path | None, prompt: str, sample: str) -> Summary:
+        return Summary(
+            step=self._position.step,
+            reason=reason,
+            losses=self._position.losses,
+            evaluation_loss=self._evaluated[1],
+            tokens=(self._position.step - self._first_step) * self._config.tokens_per_step,
+            seconds=time.perf_counter() - self._started_s,
+            parameters=self._model.num_parameters(),
+            checkpoint=self._saved.path if self._saved else None,
+            exported=exported,
+            prompt=prompt,
+            sample=sample,
+        )
+
+
+class _Interrupts:
+    """Ctrl-C and a polite kill as KeyboardInterrupt, at once or, where held, right after."""
+
+    def __init__(self) -> None:
+        self._held = self._pending = False
+        self._previous: dict[int, object] = {}
+
+    def __enter__(self) -> _Interrupts:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._arrived) or signal.SIG_DFL
+        return self
+
+    def __exit__(self, *fault: object) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)  # pyright: ignore[reportArgumentType]
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self._pending:
+            self._pending = False
+            raise KeyboardInterrupt
+
+    def _arrived(self, number: int, frame: FrameType | None) -> None:
+        if not self._held:
+            raise KeyboardInterrupt
+        self._pending = True
+
+
+def generate_text(model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, length: int, seed: int) -> str:
+    """Up to `length` tokens that the model writes after the prompt, drawn with a fixed temperature and the seed."""
+    start = torch.tensor([tokenizer.encode(prompt).tolist() or [tokenizer.separator]])
+    room = min(length, _positions(model) - start.shape[1])
+    if room < 1:
+        return ""
+    settings = GenerationConfig(
+        do_sample=True, temperature=0.7, max_new_tokens=room, pad_token_id=tokenizer.separator, use_cache=True
+    )
+    model.eval()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        tokens = model.generate(start, attention_mask=torch.ones_like(start), generation_config=settings)
+    assert isinstance(tokens, torch.Tensor)
+    written = tokens[0, start.shape[1] :]
+    # A model may have more tokens than its tokenizer: the named sizes trained on bytes do.
+    return tokenizer.decode(written[written < tokenizer.vocab_size].numpy())
+
+
+def _found(run_directory: Path, *, resume: bool) -> Checkpoint | None:
+    found = checkpoint.latest(run_directory)
+    if resume and found is None and not (run_directory / "config.toml").is_file():
+        raise InputError(f"expected a run to resume in {run_directory}, but there is none; correct --out")
+    if found is not None and not resume:
+        raise InputError(f"{run_directory} holds a run already; add --resume to go on with it, or give another --out")
+    return found
+
+
+def _check_fit(config: TrainConfig, model: PreTrainedModel, corpus: Corpus) -> None:
+    if config.sequence > _positions(model):
+        raise InputError(f"{config.model} has {_positions(model)} positions, got {config.sequence}; lower --sequence")
+    tokens, rows = int(corpus.tokens.max()) + 1, model.get_input_embeddings().num_embeddings
+    if not isinstance(rows, int) or tokens > rows:
+        raise InputError(
+            f"the text has token numbers up to {tokens - 1}, {config.model} knows {rows}; give its tokenizer"
+        )
+
+
+def _positions(model: PreTrainedModel) -> int:
+    positions = getattr(model.config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else 1 << 40
+
+
+def _adamw(config: TrainConfig, model: torch.nn.Module) -> torch.optim.AdamW:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [one for one in parameters if one.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
+
+
+def _export(model: PreTrainedModel, model_directory: Path | None, target: Path) -> Path:
+    """Write the finished model and its tokenizer where a crash leaves either nothing or all of it."""
+    partial = target.with_name(f".partial-{target.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.config.use_cache = True
+    model.save_pretrained(partial)
+    for name in TOKENIZER_FILES:
+        if model_directory is not None and (model_directory / name).is_file():
+            shutil.copyfile(model_directory / name, partial / name)
+    shutil.rmtree(target, ignore_errors=True)
+    return partial.rename(target)
+
+
+@contextmanager
+def _with_tensorboard(run_directory: Path, observe: Listener, first_step: int) -> Iterator[Listener]:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        yield observe
+        return
+    with SummaryWriter(str(run_directory / "tensorboard"), purge_step=first_step + 1) as writer:
+
+        def both(event: AnyEvent) -> None:
+            observe(event)
+            match event:
+                case StepDone():
+                    writer.add_scalar("loss/training", event.loss, event.step)
+                    writer.add_scalar("learning_rate", event.learning_rate, event.step)
+                    writer.add_scalar("gradient_norm", event.gradient_norm, event.step)
+                    writer.add_scalar("tokens_per_s", event.tokens / event.seconds, event.step)
+                    writer.add_scalar("fleet/devices", event.devices, event.step)
+                    writer.add_scalar("fleet/down_bytes", event.down_bytes, event.step)
+                    writer.add_scalar("fleet/up_bytes", event.up_bytes, event.step)
+                case Evaluated():
+                    writer.add_scalar("loss/evaluation", event.loss, event.step)
+                case _:
+                    pass
+
+        yield both
