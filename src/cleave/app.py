@@ -204,9 +204,11 @@ def run_join(
         memory_bytes=probe.usable_memory_bytes(memory_bytes),
     )
     contribution = Contribution()
-    with join_report.shown(contribution, offer.flops_per_s, offer.memory_bytes, chosen.name, quiet=quiet) as say:
-        with contextlib.suppress(KeyboardInterrupt):
-            asyncio.run(join.serve(url, chosen, offer, contribution, say, wait_s))
+    with (
+        join_report.shown(contribution, offer.flops_per_s, offer.memory_bytes, chosen.name, quiet=quiet) as say,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        asyncio.run(join.serve(url, chosen, offer, contribution, say, wait_s))
 
 
 def _read(path: str | Path, error: type[InputError], expected: str) -> str:

@@ -61,8 +61,8 @@ def _add_join(add: _AddVerb) -> None:
     verb = add(
         "join",
         help="lend this machine to a server",
-        description="Lend this machine to a server: it measures itself, joins, computes, and shows what it contributes. "
-        "Ctrl-C leaves cleanly.",
+        description="Lend this machine to a server: it measures itself, joins, computes, and shows what it "
+        "contributes. Ctrl-C leaves cleanly.",
     )
     verb.add_argument(
         "url", nargs="?", metavar="URL", help="the server, such as ws://192.168.1.20:7077 (or CLEAVE_SERVER)"

@@ -215,9 +215,7 @@ class Ledger:
             return [Refuse(name, f"a result of task {task}, which this device does not have")]
         missing = subtract(entry.missing, part)
         if missing is None:
-            return [
-                Refuse(name, f"rows {part.top}-{part.bottom}, columns {part.left}-{part.right} of task {task} twice")
-            ]
+            return [Refuse(name, f"{part} of task {task}, which is not missing")]
         entry.missing = missing
         if missing:
             return [Accept(entry.task, part, finished=False)]

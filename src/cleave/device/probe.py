@@ -1,4 +1,4 @@
-"""What this machine can do, measured in well under three seconds: how fast it multiplies, how much memory it may use."""
+"""What this machine can do, measured within a second: how fast it multiplies, how much memory it may use."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Store:
         ):
             raise ProtocolError(
                 f"expected rows from {operand.ready_rows} on of operand {message.operand} ({operand.rows} x "
-                f"{operand.cols}), got {message.first_row}-{end} of {message.rows} x {message.cols}; the server is at fault"
+                f"{operand.cols}), got {message.first_row}-{end} of {message.rows} x {message.cols}"
             )
         self._kernel.write(operand.array[message.first_row : end], payload, message.format)
         operand.ready_rows = end

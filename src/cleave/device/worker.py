@@ -1,8 +1,8 @@
 """The device's loop: receive, compute and send as three stages that never wait for each other.
 
 The receiver takes strips and tasks, one thread multiplies whatever is ready (the most urgent task first), the sender
-returns results. All state is the event loop's; the compute thread sees only the arrays of one chunk. The worker knows a
-Channel, not what it runs over: in-process, emulated and real devices are this same code.
+returns results. All state is the event loop's; the compute thread sees only the arrays of one chunk. The worker knows
+a Channel, not what it runs over: in-process, emulated and real devices are this same code.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The way of a product through the fleet: stage, plan, cut, submit, collect.
 
-Callers live in any thread and wait on futures; everything else happens in the server's event loop. Plans are made in the
-caller's thread, once for equal sizes and an unchanged fleet. A product whose devices left is planned anew for what is
-missing; with no device at all it waits, and fails when none comes for too long.
+Callers live in any thread and wait on futures; everything else happens in the server's event loop. Plans are made in
+the caller's thread, once for equal sizes and an unchanged fleet. A product whose devices left is planned anew for
+what is missing; with no device at all it waits, and fails when none comes for too long.
 """
 
 from __future__ import annotations

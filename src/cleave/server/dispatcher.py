@@ -1,8 +1,8 @@
 """The asyncio shell of the ledger: one connection a device, commands out, results in.
 
 It decides nothing. Commands become messages in each device's queue, the most urgent first; messages that came become
-events. A device that breaks the protocol or vanishes is removed with its reason, and what was left of its tasks goes back
-to the cluster; no other device notices. All of it lives in the server's event loop.
+events. A device that breaks the protocol or vanishes is removed with its reason, and what was left of its tasks goes
+back to the cluster; no other device notices. All of it lives in the server's event loop.
 """
 
 from __future__ import annotations

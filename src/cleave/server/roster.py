@@ -1,8 +1,8 @@
 """Who is in the fleet and what each can do, as measured all the time.
 
 A rate is bytes (or operations) over the seconds they took, both fading, so that it follows a device that slows down
-within some tens of results and is not moved by one odd one. The planner sees a snapshot (`Profiles`), which changes, with
-its number, only when a device comes or goes or a rate has moved far enough to matter, so that plans can be kept.
+within some tens of results and is not moved by one odd one. The planner sees a snapshot (`Profiles`), which changes,
+with its number, only when a device comes or goes or a rate has moved far enough to matter, so that plans can be kept.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Tensors as operands: written once in wire format, sliced many times, each slice with an identity.
 
 A tensor's identity outlives its numbers: between forward and backward the numbers may be gone (checkpointing), while
-devices still hold the slices they were sent. `bind` gives the numbers for as long as something may be sent. When nobody
-refers to a tensor any more, its slices are released on all devices. Row slices are views; column slices are gathered.
+devices still hold the slices they were sent. `bind` gives the numbers for as long as something may be sent. When
+nobody refers to a tensor any more, its slices are released on all devices. Row slices are views; column slices are
+gathered.
 """
 
 from __future__ import annotations

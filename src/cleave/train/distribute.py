@@ -1,10 +1,11 @@
 # pyright: standard
 """`cleave.distribute`: a model's linear layers, sent to a fleet; and back.
 
-A layer's class is swapped for a subclass of it, so names, state_dict, hooks, PEFT, deepcopy and Trainer do not notice, and
-assigning the class back undoes it. Layers called one after another with the very same X are learned as a group and from
-then on computed together when the first is called; the others find their output waiting. With offload `auto` the cost
-model compares what the fleet would take with what this process takes, per layer and size, and keeps small ones here.
+A layer's class is swapped for a subclass of it, so names, state_dict, hooks, PEFT, deepcopy and Trainer do not
+notice, and assigning the class back undoes it. Layers called one after another with the very same X are learned as a
+group and from then on computed together when the first is called; the others find their output waiting. With offload
+`auto` the cost model compares what the fleet would take with what this process takes, per layer and size, and keeps
+small ones here.
 """
 
 from __future__ import annotations
@@ -43,8 +44,8 @@ def distribute(
 ) -> Module:
     """Send the gemms of every linear layer of a model to a fleet; the model itself is returned.
 
-    Gradients of weights are complete when `backward()` returns. `immediate` makes them ordinary results of autograd, for
-    `torch.autograd.grad(loss, weights)`, at the price of waiting for each.
+    Gradients of weights are complete when `backward()` returns. `immediate` makes them ordinary results of autograd,
+    for `torch.autograd.grad(loss, weights)`, at the price of waiting for each.
     """
     found = [module for module in model.modules() if _is_linear(module)]
     if not found:
@@ -107,7 +108,7 @@ _classes: dict[type, type] = {nn.Linear: DistributedLinear}
 
 if Conv1D is not None:
 
-    class DistributedConv1D(_Distributed, Conv1D):
+    class DistributedConv1D(_Distributed, Conv1D):  # type: ignore[misc]
         """transformers' Conv1D, with its gemms on a fleet."""
 
     _classes[Conv1D] = DistributedConv1D
@@ -244,16 +245,16 @@ class _Site:
             dtype=dtype,
             members=tuple(weights),
             deferred=tuple(
-                wants and not site.is_shared and not sending.immediate for site, wants in zip(group, trained, strict=True)
+                wants and not site.is_shared and not sending.immediate
+                for site, wants in zip(group, trained, strict=True)
             ),
             is_transposed=self.is_transposed,
         )
         return apply(call, x, [module.bias for module in modules])  # type: ignore[union-attr, misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Site:
-        module = memo.get(id(self._module()))
-        copied = _Site(self.sending, module if module is not None else self._module(), is_shared=self.is_shared)  # type: ignore[arg-type]
-        return copied
+        module: Any = memo.get(id(self._module())) or self._module()
+        return _Site(self.sending, module, is_shared=self.is_shared)
 
     def __reduce__(self) -> Any:
         return _asleep, ()
@@ -274,8 +275,10 @@ def _sizes(
     first: Role = "grad_input" if is_transposed else "forward"
     second: Role = "forward" if is_transposed else "grad_input"
     roles: list[Role] = [first]
-    if torch.is_grad_enabled():
-        roles += [second] * wants_dx + ["grad_weight"] * wants_dw
+    if torch.is_grad_enabled() and wants_dx:
+        roles.append(second)
+    if torch.is_grad_enabled() and wants_dw:
+        roles.append("grad_weight")
     return Linear(
         tokens=x.numel() // x.shape[-1],
         in_width=weights[0].shape[1],

@@ -9,29 +9,24 @@ so whatever goes wrong elsewhere (a vanished fleet, a NaN, Ctrl-C), the last fin
 from __future__ import annotations
 
 import math
-import shutil
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from types import FrameType
 from typing import Final
 
 import torch
 from numpy.typing import NDArray
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from cleave.config import TrainConfig, to_toml
 from cleave.errors import CleaveError, InputError
 from cleave.events import (
-    AnyEvent,
     CheckpointSaved,
     Evaluated,
     Listener,
@@ -46,7 +41,6 @@ from cleave.train.checkpoint import Checkpoint, Position, RandomState
 from cleave.train.data import (
     Batches,
     Corpus,
-    Tokenizer,
     evaluation_batches,
     library_documents,
     load_tokenizer,
@@ -54,7 +48,9 @@ from cleave.train.data import (
     read_documents,
     split,
 )
-from cleave.train.models import TOKENIZER_FILES, build_model, load_directory
+from cleave.train.interrupts import Interrupts
+from cleave.train.models import build_model, export, generate_text, load_directory, positions
+from cleave.train.tensorboard import with_tensorboard
 
 _PROMPT_TOKENS: Final = 32
 
@@ -108,13 +104,13 @@ def run(
     _check_fit(config, model, corpus)
     with ExitStack() as stack:
         if config.tensorboard:
-            observe = stack.enter_context(_with_tensorboard(run_directory, observe, found.step if found else 0))
+            observe = stack.enter_context(with_tensorboard(run_directory, observe, found.step if found else 0))
         trainer = _Trainer(config, run_directory, model, training, evaluation, observe, traffic)
         trainer.start(found, resume=resume)
-        reason = trainer.train(wrap(model), stack.enter_context(_Interrupts()))
+        reason = trainer.train(wrap(model), stack.enter_context(Interrupts()))
         exported, prompt, sample = None, "", ""
         if reason == "done":
-            exported = _export(model, model_directory, run_directory / "model")
+            exported = export(model, model_directory, run_directory / "model")
             if config.sample:
                 trainer.drop_optimizer()
                 prompt = tokenizer.decode((evaluation if len(evaluation) else training).tokens[:_PROMPT_TOKENS])
@@ -162,7 +158,10 @@ class _Trainer:
 
     def start(self, found: Checkpoint | None, *, resume: bool) -> None:
         if found is not None:
+            settings = [{key: group[key] for key in group if key != "params"} for group in self._optimizer.param_groups]
             self._position = checkpoint.restore(found, self._model, self._optimizer)
+            for group, own in zip(self._optimizer.param_groups, settings, strict=True):
+                group.update(own)  # what is configured now counts, not what was then
             self._position.random_state.put_back()
             self._saved, self._first_step = found, found.step
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -185,14 +184,14 @@ class _Trainer:
         elif resume:
             self._observe(Note(text="there is no checkpoint yet, so the run starts again from its first step"))
 
-    def train(self, forward: torch.nn.Module, interrupts: _Interrupts) -> str:
+    def train(self, forward: torch.nn.Module, interrupts: Interrupts) -> str:
         """Step after step to the last; `done`, or `interrupted` with a checkpoint of the last finished step."""
         config, self._forward = self._config, forward
         forward.train()
-        reason = "what stopped it was not caught"
+        reason = "stopped"
         try:
             while (step := self._position.step) < config.steps:
-                self._observe(self._step(interrupts))
+                self._step(interrupts)
                 step += 1
                 if config.eval_every and step % config.eval_every == 0:
                     self._evaluate()
@@ -219,7 +218,7 @@ class _Trainer:
             self._observe(RunFinished(step=self._position.step, loss=loss, reason=reason))
         return reason
 
-    def _step(self, interrupts: _Interrupts) -> StepDone:
+    def _step(self, interrupts: Interrupts) -> None:
         """One update from the mean gradient of its micro-batches."""
         config, before, start_s = self._config, self._traffic(), time.perf_counter()
         step, first = self._position.step + 1, self._position.next_batch
@@ -228,13 +227,11 @@ class _Trainer:
         loss = math.fsum(self._in_flight(batches)) / config.accumulate
         norm = float(clip_grad_norm_(self._model.parameters(), config.clip or math.inf))
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise self._diverged(
-                step, f"loss of step {step} is {loss}" if not math.isfinite(loss) else f"gradient is {norm}"
-            )
+            raise self._diverged(step, loss, norm)
         rate = learning_rate(config, step)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        with interrupts.held():  # half an update is no state to save
+        with interrupts.held():  # half an update is no state to save, and a whole one is to be told
             self._updating = True
             self._optimizer.step()
             self._position = Position(
@@ -244,19 +241,21 @@ class _Trainer:
                 random_state=RandomState.capture(),
             )
             self._updating = False
-        after = self._traffic()
-        return StepDone(
-            step=step,
-            loss=loss,
-            learning_rate=rate,
-            gradient_norm=norm,
-            tokens=config.tokens_per_step,
-            seconds=time.perf_counter() - start_s,
-            waiting_s=after.waiting_s - before.waiting_s,
-            devices=after.devices,
-            down_bytes=after.down_bytes - before.down_bytes,
-            up_bytes=after.up_bytes - before.up_bytes,
-        )
+            after = self._traffic()
+            self._observe(
+                StepDone(
+                    step=step,
+                    loss=loss,
+                    learning_rate=rate,
+                    gradient_norm=norm,
+                    tokens=config.tokens_per_step,
+                    seconds=time.perf_counter() - start_s,
+                    waiting_s=after.waiting_s - before.waiting_s,
+                    devices=after.devices,
+                    down_bytes=after.down_bytes - before.down_bytes,
+                    up_bytes=after.up_bytes - before.up_bytes,
+                )
+            )
 
     def _in_flight(self, batches: list[NDArray]) -> list[float]:
         """The losses of the micro-batches, in order; their gradients add up in `.grad`, which autograd guards."""
@@ -306,15 +305,16 @@ class _Trainer:
         )
         self._observe(CheckpointSaved(step=step, path=str(self._saved.path)))
 
-    def _diverged(self, step: int, came: str) -> CleaveError:
+    def _diverged(self, step: int, loss: float, norm: float) -> CleaveError:
         self._save()
+        came = f"the loss of step {step} is {loss}" if not math.isfinite(loss) else f"step {step}'s gradient is {norm}"
         lower = f"--learning-rate {self._config.learning_rate / 3:.1g}"
-        again = f"go on with: cleave train --resume --out {self._directory} {lower}"
-        saved = (
-            f"step {step - 1} is saved in {self._saved.path}; {again}" if self._saved else f"start again with {lower}"
-        )
+        advice = f"start again with {lower}"
+        if self._saved is not None:
+            again = f"cleave train --resume --out {self._directory} {lower}"
+            advice = f"step {step - 1} is saved in {self._saved.path}; go on with: {again}"
         return CleaveError(
-            f"the {came}, not a finite number, and training stopped before it reached the model; {saved}"
+            f"{came}, not a finite number, so training stopped before it spoiled the model; {advice}"
         )
 
     def drop_optimizer(self) -> None:
@@ -338,60 +338,6 @@ class _Trainer:
         )
 
 
-class _Interrupts:
-    """Ctrl-C and a polite kill as KeyboardInterrupt, at once or, where held, right after."""
-
-    def __init__(self) -> None:
-        self._held = self._pending = False
-        self._previous: dict[int, object] = {}
-
-    def __enter__(self) -> _Interrupts:
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(number) is not signal.SIG_IGN:
-                    self._previous[number] = signal.signal(number, self._arrived) or signal.SIG_DFL
-        return self
-
-    def __exit__(self, *fault: object) -> None:
-        for number, previous in self._previous.items():
-            signal.signal(number, previous)  # pyright: ignore[reportArgumentType]
-
-    @contextmanager
-    def held(self) -> Iterator[None]:
-        self._held = True
-        try:
-            yield
-        finally:
-            self._held = False
-        if self._pending:
-            self._pending = False
-            raise KeyboardInterrupt
-
-    def _arrived(self, number: int, frame: FrameType | None) -> None:
-        if not self._held:
-            raise KeyboardInterrupt
-        self._pending = True
-
-
-def generate_text(model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, length: int, seed: int) -> str:
-    """Up to `length` tokens that the model writes after the prompt, drawn with a fixed temperature and the seed."""
-    start = torch.tensor([tokenizer.encode(prompt).tolist() or [tokenizer.separator]])
-    room = min(length, _positions(model) - start.shape[1])
-    if room < 1:
-        return ""
-    settings = GenerationConfig(
-        do_sample=True, temperature=0.7, max_new_tokens=room, pad_token_id=tokenizer.separator, use_cache=True
-    )
-    model.eval()
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        tokens = model.generate(start, attention_mask=torch.ones_like(start), generation_config=settings)
-    assert isinstance(tokens, torch.Tensor)
-    written = tokens[0, start.shape[1] :]
-    # A model may have more tokens than its tokenizer: the named sizes trained on bytes do.
-    return tokenizer.decode(written[written < tokenizer.vocab_size].numpy())
-
-
 def _found(run_directory: Path, *, resume: bool) -> Checkpoint | None:
     found = checkpoint.latest(run_directory)
     if resume and found is None and not (run_directory / "config.toml").is_file():
@@ -402,18 +348,12 @@ def _found(run_directory: Path, *, resume: bool) -> Checkpoint | None:
 
 
 def _check_fit(config: TrainConfig, model: PreTrainedModel, corpus: Corpus) -> None:
-    if config.sequence > _positions(model):
-        raise InputError(f"{config.model} has {_positions(model)} positions, got {config.sequence}; lower --sequence")
+    if config.sequence > positions(model):
+        raise InputError(f"{config.model} has {positions(model)} positions, got {config.sequence}; lower --sequence")
     tokens, rows = int(corpus.tokens.max()) + 1, model.get_input_embeddings().num_embeddings
     if not isinstance(rows, int) or tokens > rows:
-        raise InputError(
-            f"the text has token numbers up to {tokens - 1}, {config.model} knows {rows}; give its tokenizer"
-        )
-
-
-def _positions(model: PreTrainedModel) -> int:
-    positions = getattr(model.config, "max_position_embeddings", None)
-    return positions if isinstance(positions, int) and positions > 0 else 1 << 40
+        came = f"the text has token numbers up to {tokens - 1}"
+        raise InputError(f"{came}, {config.model} knows {rows}; give the tokenizer that belongs to it")
 
 
 def _adamw(config: TrainConfig, model: torch.nn.Module) -> torch.optim.AdamW:
@@ -423,44 +363,3 @@ def _adamw(config: TrainConfig, model: torch.nn.Module) -> torch.optim.AdamW:
         {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)
-
-
-def _export(model: PreTrainedModel, model_directory: Path | None, target: Path) -> Path:
-    """Write the finished model and its tokenizer where a crash leaves either nothing or all of it."""
-    partial = target.with_name(f".partial-{target.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    model.config.use_cache = True
-    model.save_pretrained(partial)
-    for name in TOKENIZER_FILES:
-        if model_directory is not None and (model_directory / name).is_file():
-            shutil.copyfile(model_directory / name, partial / name)
-    shutil.rmtree(target, ignore_errors=True)
-    return partial.rename(target)
-
-
-@contextmanager
-def _with_tensorboard(run_directory: Path, observe: Listener, first_step: int) -> Iterator[Listener]:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        yield observe
-        return
-    with SummaryWriter(str(run_directory / "tensorboard"), purge_step=first_step + 1) as writer:
-
-        def both(event: AnyEvent) -> None:
-            observe(event)
-            match event:
-                case StepDone():
-                    writer.add_scalar("loss/training", event.loss, event.step)
-                    writer.add_scalar("learning_rate", event.learning_rate, event.step)
-                    writer.add_scalar("gradient_norm", event.gradient_norm, event.step)
-                    writer.add_scalar("tokens_per_s", event.tokens / event.seconds, event.step)
-                    writer.add_scalar("fleet/devices", event.devices, event.step)
-                    writer.add_scalar("fleet/down_bytes", event.down_bytes, event.step)
-                    writer.add_scalar("fleet/up_bytes", event.up_bytes, event.step)
-                case Evaluated():
-                    writer.add_scalar("loss/evaluation", event.loss, event.step)
-                case _:
-                    pass
-
-        yield both

@@ -3,9 +3,9 @@
 
     Y_i = X W_i^T + b_i        dX = sum_i dY_i W_i        dW_i = dY_i^T X
 
-One function serves a group of layers that read the same X (q, k, v; gate, up). Weights are operands that stay on devices
-until they change; X and dY are operands that live as long as the graph needs them. dW is off the critical path: it is
-computed while backward goes on, and added to `.grad`, with all hooks, just before `backward()` returns.
+One function serves a group of layers that read the same X (q, k, v; gate, up). Weights are operands that stay on
+devices until they change; X and dY are operands that live as long as the graph needs them. dW is off the critical
+path: it is computed while backward goes on, and added to `.grad`, with all hooks, just before `backward()` returns.
 `train/distribute.py` decides which modules come here; this module knows products and gradients, not modules.
 """
 
@@ -62,8 +62,9 @@ class Multiplier(Protocol):
 class Weights:
     """Operands of parameters, made anew when the numbers may have changed, so that frozen ones travel once.
 
-    Optimizers may write without a trace in `_version` (fused ones do), so every optimizer step counts as a change of all
-    trained parameters. Writes through `.data` leave no trace either; some of the numbers are looked at to notice them.
+    Optimizers may write without a trace in `_version` (fused ones do), so every optimizer step counts as a change of
+    all trained parameters. Writes through `.data` leave no trace either; some of the numbers are looked at to notice
+    them.
     """
 
     def __init__(self, fleet: Multiplier) -> None:
@@ -87,10 +88,12 @@ class Weights:
     def operand(self, weight: torch.Tensor, format: WireFormat) -> Operand:
         with self._lock:
             key = self._key(weight)
-            formats: dict[WireFormat, tuple[object, Operand]] = self._known.setdefault(weight, {})
+            formats: dict[WireFormat, tuple[object, Operand]] | None = self._known.get(weight)
+            if formats is None:
+                formats = self._known[weight] = {}
             found = formats.get(format)
             if found is None or found[0] != key:
-                operand = self._fleet.tensor(*weight.shape, format)
+                operand = self._fleet.tensor(weight.shape[0], weight.shape[1], format)
                 bind(operand, weight, format)
                 formats[format] = found = (key, operand)
             return found[1]
@@ -182,7 +185,7 @@ class _Layers(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:  # type: ignore[override]
         call: Call = ctx.call
         (x,) = ctx.saved_tensors
         there = [i for i, grad in enumerate(grads) if grad is not None]
@@ -199,8 +202,8 @@ class _Layers(torch.autograd.Function):
         dw_futures = _start_weights(ctx, x, there, operands)
 
         dbs = [
-            grads[i].reshape(-1, grads[i].shape[-1]).sum(0) if biased and grads[i] is not None else None
-            for i, biased in enumerate(ctx.biased)
+            grad.reshape(-1, grad.shape[-1]).sum(0) if biased and grad is not None else None
+            for grad, biased in zip(grads, ctx.biased, strict=True)
         ]
         dx = None if dx_future is None else _shaped(call.fleet.wait(dx_future)[0], x, x.dtype)
         dws: list[torch.Tensor | None] = []

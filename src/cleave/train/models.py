@@ -2,13 +2,15 @@
 """A model by name: tiny presets, the named shapes of `core/shapes.py`, a model directory, or a Hugging Face name.
 
 Presets and named shapes get random weights drawn from the seed; the others bring their own. What comes out is a plain
-Hugging Face causal language model on the CPU; nothing here knows of devices, data or steps.
+Hugging Face causal language model on the CPU; `export` writes a trained one, `generate_text` lets it write. Nothing
+here knows of devices, batches or steps.
 """
 
 from __future__ import annotations
 
 import difflib
 import reprlib
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final, Literal
@@ -16,16 +18,17 @@ from typing import Final, Literal
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from cleave.core.shapes import PRESET_NAMES, ModelShape, named
 from cleave.errors import ModelError
+from cleave.train.data import Tokenizer
 
 Dtype = Literal["fp32", "bf16"]
 
 TORCH_DTYPES: Final[dict[Dtype, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16}
-TOKENIZER_FILES: Final = (
+_TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -56,6 +59,45 @@ def build_model(name: str, dtype: Dtype, seed: int) -> tuple[PreTrainedModel, Pa
 def load_directory(directory: Path, dtype: Dtype | None = None) -> PreTrainedModel:
     """The model in a directory that `save_pretrained` or a checkpoint wrote, in its own dtype if none is given."""
     return _from_pretrained(str(directory), "auto" if dtype is None else TORCH_DTYPES[dtype], local_files_only=True)
+
+
+def export(model: PreTrainedModel, model_directory: Path | None, target: Path) -> Path:
+    """Write the finished model and its tokenizer where a crash leaves either nothing or all of it."""
+    partial = target.with_name(f".partial-{target.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    model.config.use_cache = True
+    model.save_pretrained(partial)
+    for name in _TOKENIZER_FILES:
+        if model_directory is not None and (model_directory / name).is_file():
+            shutil.copyfile(model_directory / name, partial / name)
+    shutil.rmtree(target, ignore_errors=True)
+    return partial.rename(target)
+
+
+def generate_text(model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, length: int, seed: int) -> str:
+    """Up to `length` tokens that the model writes after the prompt, drawn with a fixed temperature and the seed."""
+    start = torch.tensor([tokenizer.encode(prompt).tolist() or [tokenizer.separator]])
+    room = min(length, positions(model) - start.shape[1])
+    if room < 1:
+        return ""
+    settings = GenerationConfig(
+        do_sample=True, temperature=0.7, max_new_tokens=room, pad_token_id=tokenizer.separator, use_cache=True
+    )
+    model.eval()
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        mask = torch.ones_like(start)
+        tokens = model.generate(start, attention_mask=mask, generation_config=settings)  # pyright: ignore[reportCallIssue]
+    assert isinstance(tokens, torch.Tensor)
+    written = tokens[0, start.shape[1] :]
+    # A model may have more tokens than its tokenizer: the named sizes trained on bytes do.
+    return tokenizer.decode(written[written < tokenizer.vocab_size].numpy())
+
+
+def positions(model: PreTrainedModel) -> int:
+    """How long a sequence may be, as far as the model says."""
+    positions = getattr(model.config, "max_position_embeddings", None)
+    return positions if isinstance(positions, int) and positions > 0 else 1 << 40
 
 
 def _config_fields(name: str) -> Mapping[str, object] | None:
@@ -152,7 +194,7 @@ def _load(name: str, dtype: Dtype) -> tuple[PreTrainedModel, Path]:
             )
         return load_directory(path, dtype), path
     try:
-        files = Path(snapshot_download(name, allow_patterns=["config.json", *TOKENIZER_FILES]))
+        files = Path(snapshot_download(name, allow_patterns=["config.json", *_TOKENIZER_FILES]))
     except (OSError, ValueError) as fault:
         raise ModelError(_unknown(name, fault)) from None
     return _from_pretrained(name, TORCH_DTYPES[dtype]), files

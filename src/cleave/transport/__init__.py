@@ -1,1 +1,1 @@
-"""Channels: how byte strings get from one side to the other. They know nothing of what the bytes mean but its framing."""
+"""Channels: how byte strings get from one side to the other. They know framing, not meaning."""

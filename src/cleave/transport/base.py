@@ -1,7 +1,7 @@
 """A channel: byte strings in order, both ways, until one side closes; and messages over it.
 
-Implementations give three verbs (`_send`, `_receive`, `_close`); framing, limits and the clock of a link are here, once. A
-channel is used from one event loop: any number of senders, one receiver.
+Implementations give three verbs (`_send`, `_receive`, `_close`); framing, limits and the clock of a link are here,
+once. A channel is used from one event loop: any number of senders, one receiver.
 """
 
 from __future__ import annotations

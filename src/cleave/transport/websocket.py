@@ -1,7 +1,7 @@
 """Channels over WebSockets: the device's end dials with `websockets`, the server's end is what Starlette accepted.
 
-No compression (ten times slower, and floats hardly shrink), sizes explicit, pings by the libraries, so that a peer that
-vanished without a word is noticed.
+No compression (ten times slower, and floats hardly shrink), sizes explicit, pings by the libraries, so that a peer
+that vanished without a word is noticed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A message on a channel: its header, then its payload in parts; and the limits of each.
 
-A channel carries byte strings (WebSocket messages). A header is one of them. If it announces a payload, the next ones are
-that payload, in order, each at most PART_BYTES, and nothing comes between. Payloads stay views of what they are part of:
-a header is never joined to them, and a payload of one part is handed out as it came.
+A channel carries byte strings (WebSocket messages). A header is one of them. If it announces a payload, the next ones
+are that payload, in order, each at most PART_BYTES, and nothing comes between. Payloads stay views of what they are
+part of: a header is never joined to them, and a payload of one part is handed out as it came.
 """
 
 from __future__ import annotations
@@ -48,9 +48,7 @@ class Assembler:
         if self._filled == 0 and len(data) == expected:
             return self._finish(data)
         if not data or self._filled + len(data) > expected:
-            raise ProtocolError(
-                f"expected {expected - self._filled} more bytes of payload, got {len(data)}; send just what is announced"
-            )
+            raise ProtocolError(f"expected {expected - self._filled} more bytes of payload, got {len(data)}")
         if self._filled == 0:
             self._payload = bytearray(expected)
         self._payload[self._filled : self._filled + len(data)] = data
@@ -59,9 +57,7 @@ class Assembler:
 
     def _header(self, data: Buffer) -> tuple[AnyMessage, Buffer] | None:
         if len(data) > HEADER_BYTES:
-            raise ProtocolError(
-                f"expected a header of at most {HEADER_BYTES} bytes, got {len(data)}; see docs/protocol.md"
-            )
+            raise ProtocolError(f"expected a header of at most {HEADER_BYTES} bytes, got {len(data)}")
         message = messages.decode(data)
         if not 0 <= message.payload <= PAYLOAD_BYTES:
             raise ProtocolError(

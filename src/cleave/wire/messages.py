@@ -1,8 +1,9 @@
 """Every message between server and device, as tagged structs; nothing else is ever decoded from the wire.
 
 Headers are MessagePack maps with a `type`; numbers of matrices are never in them but in the raw payload that follows
-(`wire/frame.py`). `payload` is that payload's length in bytes. A task names a program and operands by identity; programs
-are a closed union, so a fused segment is one more struct here and not another protocol. docs/protocol.md explains all.
+(`wire/frame.py`). `payload` is that payload's length in bytes. A task names a program and operands by identity;
+programs are a closed union, so a fused segment is one more struct here and not another protocol. docs/protocol.md
+explains all.
 """
 
 from __future__ import annotations
@@ -164,6 +165,4 @@ def decode(header: bytes | bytearray | memoryview) -> AnyMessage:
     try:
         return _decoder.decode(header)
     except (msgspec.DecodeError, RecursionError) as fault:
-        raise ProtocolError(
-            f"expected a message of protocol version {VERSION}, but {fault}; update both sides"
-        ) from None
+        raise ProtocolError(f"expected a message of protocol version {VERSION}, but {fault}") from None

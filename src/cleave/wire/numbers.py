@@ -1,7 +1,8 @@
 """Matrices as bytes and back: fp32, bf16, fp16 and int8, little endian, row by row.
 
-int8 has one scale a row (its largest magnitude / 127): the fp32 scales of all rows come first, then the numbers. Encoding
-rounds to nearest, ties to even. Whoever has a faster way (torch) passes a `Codec` of its own with the same results.
+int8 has one scale a row (its largest magnitude / 127): the fp32 scales of all rows come first, then the numbers.
+Encoding rounds to nearest, ties to even. Whoever has a faster way (torch) passes a `Codec` of its own with the same
+results.
 """
 
 from __future__ import annotations

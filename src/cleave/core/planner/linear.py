@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from cleave.core.bound import bound_2d
-from cleave.core.cost import WIRE_BYTES, Server, WireFormat, unit_costs
+from cleave.core.cost import WIRE_BYTES, Server, WireFormat, finish_s, unit_costs
 from cleave.core.fleet import Floats, Ints, Profiles
 from cleave.core.graph import Gemm, Role
 from cleave.core.planner.gemm import plan_gemm
@@ -27,7 +27,7 @@ from cleave.errors import InfeasibleError
 
 DEVICE_BYTES = 4
 """A device holds numbers as fp32, whatever the wire."""
-_MOST_DEVICES_SEARCHED = 512  # beyond, planning takes longer than a live gemm
+_WORTH_SEARCHING = 1.15  # rows are kept unless blocks could be, and are, this much faster: plans should be steady
 
 
 class Block(NamedTuple):
@@ -72,10 +72,10 @@ class Linear:
 
 def plan_linear(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPlan:
     """The faster of both ways; InfeasibleError where no device can hold even the smallest block."""
-    scaled = _as_held(profiles, wire)
     rows = _by_rows(profiles, linear, wire)
-    least_s = sum(bound_2d(unit_costs(scaled, wire, Server()), gemm, Server()) for gemm in linear.gemms.values())
-    if rows is not None and (rows.total_s <= least_s or len(profiles) > _MOST_DEVICES_SEARCHED):
+    unit = unit_costs(_as_held(profiles, wire), wire, Server())
+    least_s = sum(bound_2d(unit, gemm, Server()) for gemm in linear.gemms.values())
+    if rows is not None and rows.total_s <= least_s * _WORTH_SEARCHING:
         return rows
     try:
         blocks = _by_blocks(profiles, linear, wire)
@@ -83,7 +83,7 @@ def plan_linear(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearP
         if rows is None:
             raise
         return rows
-    return blocks if rows is None or blocks.total_s < rows.total_s else rows
+    return blocks if rows is None or blocks.total_s * _WORTH_SEARCHING < rows.total_s else rows
 
 
 def _by_rows(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPlan | None:
@@ -127,10 +127,14 @@ def _by_rows(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPlan
         }
         for role in roles:
             blocks[role].append(cuts[role])
+    taken = {role: fixed[role] + shares * per_row[role] for role in roles}
+    if roles[0] != "grad_weight":  # W arrives with the rows, strip by strip, and is multiplied as it comes
+        wide, inner = (n, k) if roles[0] == "forward" else (k, n)
+        taken[roles[0]] = finish_s(unit, shares.astype(np.float64), np.full(len(unit), float(wide)), float(inner))
     return LinearPlan(
         way="rows",
         blocks={role: tuple(cut) for role, cut in blocks.items()},
-        seconds={role: float((fixed[role] + shares * per_row[role])[used].max()) for role in roles},
+        seconds={role: float(taken[role][used].max()) for role in roles},
     )
 
 
@@ -160,7 +164,7 @@ def fill(rows: int, fixed_s: Floats, row_s: Floats, most: Floats) -> Ints | None
 
 def _by_blocks(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPlan:
     scaled = _as_held(profiles, wire)
-    held_bytes = profiles.memory_bytes / 2  # so that the next block can arrive while one is computed
+    held_bytes: list[float] = (profiles.memory_bytes / 2).tolist()  # the next block arrives while one is computed
     blocks: dict[Role, tuple[Block, ...]] = {}
     seconds: dict[Role, float] = {}
     for role, gemm in linear.gemms.items():

@@ -1,4 +1,4 @@
-"""What multiplies: numpy everywhere, torch on a GPU (or on request). Operands are opaque to everyone but their kernel."""
+"""What multiplies: numpy everywhere, torch on a GPU (or on request). Operands are opaque to all but their kernel."""
 
 from __future__ import annotations
 
