@@ -12,12 +12,18 @@ if TYPE_CHECKING:
     from cleave.core.cost import Server as Server
     from cleave.core.fleet import Profiles as Profiles
     from cleave.core.graph import Gemm as Gemm
+    from cleave.fleet import Fleet as Fleet
+    from cleave.fleet import distribute as distribute
+    from cleave.fleet import undistribute as undistribute
 
 __version__ = "0.1.0"
-__all__ = ["Gemm", "Profiles", "Server", "plan"]
+__all__ = ["Fleet", "Gemm", "Profiles", "Server", "distribute", "plan", "undistribute"]
 
 _HOMES = {
     "plan": "cleave.app",
+    "Fleet": "cleave.fleet",
+    "distribute": "cleave.fleet",
+    "undistribute": "cleave.fleet",
     "Profiles": "cleave.core.fleet",
     "Gemm": "cleave.core.graph",
     "Server": "cleave.core.cost",
@@ -29,4 +35,6 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'cleave' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name]), name)
+    found: object = getattr(import_module(_HOMES[name]), name)
+    globals()[name] = found  # a submodule of the same name, such as cleave.fleet, must not shadow it
+    return found

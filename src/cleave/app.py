@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import json
-import platform
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 
@@ -21,9 +18,6 @@ from cleave.core.planner.step import StepPlan, plan_step
 from cleave.core.shapes import ModelShape, from_config, named
 from cleave.errors import FleetError, InputError, ModelError
 from cleave.facts import table
-
-if TYPE_CHECKING:
-    from cleave.device.programs.kernels import KernelChoice
 
 _GBIT_BYTES = 1e9 / 8
 _USUAL_SEQUENCE = 1024
@@ -175,40 +169,6 @@ def run_fleet_show(*, fleet: str, as_json: bool) -> None:
     from cleave.observe import fleet_report
 
     fleet_report.show(describe(load_fleet(fleet)), fleet, as_json=as_json)
-
-
-def run_join(
-    *,
-    url: str | None,
-    memory_bytes: int | None,
-    threads: int | None,
-    name: str | None,
-    token: str,
-    kernel: KernelChoice,
-    wait_s: float,
-    quiet: bool,
-) -> None:
-    from cleave.device import join, probe
-    from cleave.device.programs.kernels import choose_kernel
-    from cleave.device.worker import Contribution, Offer
-    from cleave.observe import join_report
-
-    if not url:
-        raise InputError("join needs the address of a server; give cleave join URL, or set CLEAVE_SERVER")
-    join.socket_url(url)
-    chosen = choose_kernel(kernel, threads)
-    offer = Offer(
-        name=name or platform.node() or "device",
-        token=token,
-        flops_per_s=probe.measure_flops_per_s(chosen),
-        memory_bytes=probe.usable_memory_bytes(memory_bytes),
-    )
-    contribution = Contribution()
-    with (
-        join_report.shown(contribution, offer.flops_per_s, offer.memory_bytes, chosen.name, quiet=quiet) as say,
-        contextlib.suppress(KeyboardInterrupt),
-    ):
-        asyncio.run(join.serve(url, chosen, offer, contribution, say, wait_s))
 
 
 def _read(path: str | Path, error: type[InputError], expected: str) -> str:

@@ -51,10 +51,62 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"cleave {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", parser_class=_Parser)
     parser.set_defaults(verb=None)
+    _add_train(verbs.add_parser)
     _add_join(verbs.add_parser)
     _add_plan(verbs.add_parser)
     _add_fleet(verbs.add_parser)
     return parser
+
+
+def _add_train(add: _AddVerb) -> None:
+    verb = add(
+        "train",
+        help="train a model on a fleet",
+        description="Train a model on a fleet of devices. Without arguments: a small model, four local devices, and "
+        "the sources of Python's own library as text. Every setting can also stand in a TOML file.",
+    )
+    verb.add_argument("run_file", nargs="?", metavar="RUN.toml", help="settings; flags override them")
+    verb.add_argument("--model", metavar="NAME|DIR", help="demo, tiny-llama, opt-125m ..., or a model directory")
+    verb.add_argument("--data", metavar="PATH", help="text, .jsonl or .parquet, or a directory of them")
+    verb.add_argument("--steps", type=_count, metavar="N", help="optimizer updates in all")
+    verb.add_argument("--sequence", type=_count, metavar="N", help="tokens of one sequence")
+    verb.add_argument("--batch", type=_count, metavar="N", help="sequences of one micro-batch")
+    verb.add_argument("--accumulate", type=_count, metavar="N", help="micro-batches of one step")
+    verb.add_argument("--in-flight", type=_count, metavar="N", help="micro-batches computed at the same time")
+    verb.add_argument("--learning-rate", type=_rate, metavar="RATE", help="the highest one")
+    verb.add_argument("--seed", type=_seed, metavar="N", help="of weights, text order and sample")
+    verb.add_argument("--wire", choices=["fp32", "bf16", "fp16", "int8"], help="format on the wire (default: fp32)")
+    verb.add_argument("--offload", choices=["auto", "always"], help="auto keeps gemms not worth sending on the server")
+    verb.add_argument("--dtype", choices=["fp32", "bf16"], help="of the parameters (default: fp32)")
+    verb.add_argument("--autocast", choices=["bf16"], help="multiply in a lower precision than the parameters'")
+    verb.add_argument("--checkpointing", action="store_true", default=None, help="recompute activations in backward")
+    verb.add_argument("--devices", type=_devices, metavar="N", help="local devices (default: 4, or 0 with --listen)")
+    verb.add_argument("--device-threads", type=_count, metavar="N", help="threads of each local device (default: 1)")
+    verb.add_argument("--listen", metavar="HOST:PORT", help="where devices join, such as 0.0.0.0:7077")
+    verb.add_argument("--token", metavar="TEXT", help="what devices must know (default: CLEAVE_TOKEN, or made up)")
+    verb.add_argument("--wait", type=_rate, dest="wait_s", metavar="S", help="how long to wait for devices")
+    verb.add_argument("--eval-every", type=_devices, metavar="N", help="steps between evaluations")
+    verb.add_argument("--save-every", type=_devices, metavar="N", help="steps between checkpoints")
+    verb.add_argument("--keep", type=_count, metavar="N", help="checkpoints that stay on disk")
+    verb.add_argument("--out", metavar="DIR", help="the run's directory (default: a new one in CLEAVE_HOME)")
+    verb.add_argument("--resume", action="store_true", help="go on with the run in --out, or with the newest one")
+    verb.add_argument("--json", action="store_true", help="print a summary as JSON at the end")
+    verb.set_defaults(run=_run_train)
+
+
+_NOT_SETTINGS = {"verb", "run", "run_file", "resume", "json"}
+
+
+def _run_train(options: argparse.Namespace) -> None:
+    import os
+
+    from cleave import live
+
+    overrides = {name: value for name, value in vars(options).items() if name not in _NOT_SETTINGS}
+    if overrides["listen"] is not None and overrides["devices"] is None:
+        overrides["devices"] = 0
+    overrides["token"] = overrides["token"] or os.environ.get("CLEAVE_TOKEN")
+    live.run_train(run_file=options.run_file, overrides=overrides, resume=options.resume, as_json=options.json)
 
 
 def _add_join(add: _AddVerb) -> None:
@@ -85,9 +137,9 @@ def _run_join(options: argparse.Namespace) -> None:
     if options.threads is not None:  # read by numpy's libraries when they are loaded, which is below
         for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
             os.environ[variable] = str(options.threads)
-    from cleave import app
+    from cleave import live
 
-    app.run_join(
+    live.run_join(
         url=options.url or os.environ.get("CLEAVE_SERVER"),
         memory_bytes=options.memory,
         threads=options.threads,
@@ -223,6 +275,10 @@ def _count(text: str) -> int:
     if not 1 <= value < 2**40:
         raise argparse.ArgumentTypeError(f"expected a whole number from 1 up, got {text!r}")
     return value
+
+
+def _devices(text: str) -> int:
+    return 0 if text.strip() == "0" else _count(text)
 
 
 def _rate(text: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from types import TracebackType
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 Offload = Literal["auto", "always"]
 _Array = TypeVar("_Array", "np.ndarray[Any, Any]", "torch.Tensor")
 _FIRST_DEVICE_S = 60.0
+_ANY_HOST = ("0.0.0.0", "::")
+_Module = TypeVar("_Module", bound="torch.nn.Module")
 
 
 class Fleet:
@@ -45,6 +48,7 @@ class Fleet:
         self.wire: WireFormat = wire
         self.offload: Offload = offload
         self.token = token
+        self._listener = listener
         self._processes: list[subprocess.Popen[bytes]] = []
 
         def make(loop: Any) -> Cluster:
@@ -90,7 +94,24 @@ class Fleet:
 
     @property
     def url(self) -> str:
-        return f"ws://{self._service.address}"
+        """Where devices on this machine find the server."""
+        host, _, port = self._service.address.rpartition(":")
+        return f"ws://{'127.0.0.1' if host in _ANY_HOST else host}:{port}"
+
+    @property
+    def join_command(self) -> str:
+        """What to type on another machine; on this one, if the server listens to nobody else."""
+        host, _, port = self._service.address.rpartition(":")
+        token = f" --token {self.token}" if self.token else ""
+        return f"cleave join ws://{_own_address() if host in _ANY_HOST else host}:{port}{token}"
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether other machines can join."""
+        return not self._service.address.startswith(("127.", "localhost", "::1"))
+
+    def say(self, text: str) -> None:
+        self._listener(events.Note(text=text))
 
     def start_devices(self, count: int, *, threads: int = 1, memory: str | None = None) -> list[int]:
         """Devices on this machine, as `cleave join` starts them; their process ids."""
@@ -147,6 +168,38 @@ class Fleet:
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def distribute(
+    model: _Module, fleet: Fleet, *, grain: Literal["auto", "gemm", "resident"] = "auto", immediate: bool = False
+) -> _Module:
+    """Let a fleet compute the gemms of any torch model; loop, optimizer and Trainer stay yours.
+
+    `grain` chooses what a unit of work is; `auto` takes the best that is built, which is gemm blocks. Gradients of
+    weights are complete when `backward()` returns; `immediate` is for `torch.autograd.grad` with respect to weights.
+    """
+    if grain not in ("auto", "gemm"):
+        raise InputError(f"grain {grain} is not built yet; use gemm, or auto, which chooses among what is")
+    from cleave.train.distribute import distribute as distribute_gemms
+
+    return distribute_gemms(model, fleet.cluster, offload=fleet.offload, say=fleet.say, immediate=immediate)
+
+
+def undistribute(model: _Module) -> _Module:
+    """Make every layer what it was before `distribute`."""
+    from cleave.train.distribute import undistribute as restore
+
+    return restore(model)
+
+
+def _own_address() -> str:
+    """This machine's address on its network; opening a datagram socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostname()
 
 
 def _fastest_codec() -> Any:

@@ -16,7 +16,6 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Final
 
 import torch
 from numpy.typing import NDArray
@@ -51,8 +50,6 @@ from cleave.train.data import (
 from cleave.train.interrupts import Interrupts
 from cleave.train.models import build_model, export, generate_text, load_directory, positions
 from cleave.train.tensorboard import with_tensorboard
-
-_PROMPT_TOKENS: Final = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +110,7 @@ def run(
             exported = export(model, model_directory, run_directory / "model")
             if config.sample:
                 trainer.drop_optimizer()
-                prompt = tokenizer.decode((evaluation if len(evaluation) else training).tokens[:_PROMPT_TOKENS])
+                prompt = _prompt(tokenizer.decode((evaluation.tokens if len(evaluation) else training.tokens)[:256]))
                 sample = generate_text(load_directory(exported), tokenizer, prompt, config.sample, config.seed)
         return trainer.summary(reason, exported, prompt, sample)
 
@@ -313,9 +310,7 @@ class _Trainer:
         if self._saved is not None:
             again = f"cleave train --resume --out {self._directory} {lower}"
             advice = f"step {step - 1} is saved in {self._saved.path}; go on with: {again}"
-        return CleaveError(
-            f"{came}, not a finite number, so training stopped before it spoiled the model; {advice}"
-        )
+        return CleaveError(f"{came}, not a finite number, so training stopped before it spoiled the model; {advice}")
 
     def drop_optimizer(self) -> None:
         """Make room: with the gradients it is three times the model."""
@@ -354,6 +349,11 @@ def _check_fit(config: TrainConfig, model: PreTrainedModel, corpus: Corpus) -> N
     if not isinstance(rows, int) or tokens > rows:
         came = f"the text has token numbers up to {tokens - 1}"
         raise InputError(f"{came}, {config.model} knows {rows}; give the tokenizer that belongs to it")
+
+
+def _prompt(text: str) -> str:
+    """Two whole lines, or the first words of a text that has none."""
+    return "".join(text.splitlines(keepends=True)[1:3]) or text[:40]
 
 
 def _adamw(config: TrainConfig, model: torch.nn.Module) -> torch.optim.AdamW:

@@ -40,6 +40,8 @@ _TOKENIZER_FILES: Final = (
     "chat_template.jinja",
 )
 
+transformers_logging.disable_progress_bar()  # its bars would run through the live view of a run
+
 
 def build_model(name: str, dtype: Dtype, seed: int) -> tuple[PreTrainedModel, Path | None]:
     """The model, without a key/value cache, and the directory of its files if it has one (for its tokenizer)."""
@@ -203,7 +205,6 @@ def _load(name: str, dtype: Dtype) -> tuple[PreTrainedModel, Path]:
 def _from_pretrained(
     source: str, dtype: torch.dtype | Literal["auto"], *, local_files_only: bool = False
 ) -> PreTrainedModel:
-    transformers_logging.disable_progress_bar()  # it would run through the live view of a run
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=local_files_only)
     except Exception as fault:  # whatever a third party's files provoke in a third party's parsers

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 PING_S = 20.0
 _OPEN_S = 10.0
 _CLOSE_S = 2.0
+_ADDRESS = "expected the address of a server such as ws://192.168.1.20:7077, got {}"
 
 
 class DialledChannel(Channel):
@@ -42,7 +43,7 @@ class DialledChannel(Channel):
             raise ConnectionLost(_why(fault)) from None
 
     async def _close(self, reason: str) -> None:
-        await self._connection.close(reason=reason[:120])
+        await self._connection.close(reason=_fitting(reason))
 
 
 async def dial(url: str) -> DialledChannel:
@@ -61,13 +62,15 @@ async def dial(url: str) -> DialledChannel:
             proxy=None,
         )
     except InvalidURI:
-        raise InputError(f"expected the address of a server such as ws://192.168.1.20:7077, got {url}") from None
+        raise InputError(_ADDRESS.format(url)) from None
     except InvalidHandshake as fault:
         raise ConnectionLost(f"{url} answers, but not as a Cleave server: {fault}") from None
     except TimeoutError:
         raise ConnectionLost(f"no answer from {url} within {_OPEN_S:.0f} s") from None
     except OSError as fault:
         raise ConnectionLost(f"cannot reach {url}: {fault.strerror or fault}") from None
+    except ValueError:  # a port or a host name that cannot be
+        raise InputError(_ADDRESS.format(url)) from None
     return DialledChannel(connection)
 
 
@@ -94,7 +97,7 @@ class AcceptedChannel(Channel):
 
     async def _close(self, reason: str) -> None:
         with suppress(*_closed_errors()):
-            await self._socket.close(reason=reason[:120])
+            await self._socket.close(reason=_fitting(reason))
 
 
 def _closed_errors() -> tuple[type[Exception], ...]:
@@ -102,6 +105,11 @@ def _closed_errors() -> tuple[type[Exception], ...]:
     from starlette.websockets import WebSocketDisconnect
 
     return (OSError, RuntimeError, WebSocketDisconnect)
+
+
+def _fitting(reason: str) -> str:
+    """As much of a reason as a close frame can carry: 123 bytes."""
+    return reason.encode(errors="replace")[:123].decode(errors="ignore")
 
 
 def _why(fault: ConnectionClosed) -> str:

@@ -164,5 +164,5 @@ def encode(message: AnyMessage) -> bytes:
 def decode(header: bytes | bytearray | memoryview) -> AnyMessage:
     try:
         return _decoder.decode(header)
-    except (msgspec.DecodeError, RecursionError) as fault:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
         raise ProtocolError(f"expected a message of protocol version {VERSION}, but {fault}") from None

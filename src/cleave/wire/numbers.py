@@ -65,7 +65,8 @@ class NumpyCodec:
                 return
             case "int8":
                 scales = np.frombuffer(data, dtype="<f4", count=rows).reshape(rows, 1)
-                values = np.frombuffer(data, dtype=np.int8, offset=4 * rows).reshape(rows, cols) * scales
+                with np.errstate(invalid="ignore", over="ignore"):  # scales of rows that are not finite
+                    values = np.frombuffer(data, dtype=np.int8, offset=4 * rows).reshape(rows, cols) * scales
         if add:
             np.add(out, values, out=out)
         else:
@@ -97,9 +98,9 @@ def _from_bf16(values: NDArray[np.uint16], out: Matrix, add: bool) -> None:
 
 def _to_int8(matrix: Matrix) -> Encoded:
     rows, cols = matrix.shape
-    scales = np.maximum(np.abs(matrix).max(axis=1, initial=0.0), np.float32(1e-30)).astype("<f4") / np.float32(127)
     out = np.empty(4 * rows + rows * cols, dtype=np.uint8)
-    out[: 4 * rows] = scales.view(np.uint8)
     with np.errstate(invalid="ignore"):  # NaN travels in the scale of its row
+        scales = np.maximum(np.abs(matrix).max(axis=1, initial=0.0), np.float32(1e-30)).astype("<f4") / np.float32(127)
+        out[: 4 * rows] = scales.view(np.uint8)
         out[4 * rows :] = np.rint(matrix / scales[:, None]).astype(np.int8).reshape(-1).view(np.uint8)
     return out

@@ -175,7 +175,7 @@ def _by_blocks(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPl
         blocks[role] = tuple(
             piece
             for device, (r0, r1), (c0, c1), (k0, k1) in zip(*(column.tolist() for column in columns), strict=True)
-            for piece in fit(Block(device, (r0, r1), (c0, c1), (k0, k1)), held_bytes[device])
+            for piece in fit(Block(int(device), (r0, r1), (c0, c1), (k0, k1)), held_bytes[int(device)])
         )
         seconds[role] = plan.makespan_s
     return LinearPlan(way="blocks", blocks=blocks, seconds=seconds)
