@@ -22,7 +22,7 @@ from cleave.device.store import Store
 from cleave.errors import CleaveError, ConnectionLost, ProtocolError
 from cleave.transport.base import Channel
 from cleave.wire import messages
-from cleave.wire.frame import Buffer
+from cleave.wire.frame import PAYLOAD_BYTES, Buffer
 from cleave.wire.messages import AnyMessage
 
 _LEAVE_S = 2.0
@@ -144,6 +144,8 @@ class Worker:
                 for task in tasks:
                     self._tasks.pop(task, None)
             case messages.Probe(answer=answer):
+                if not 0 <= answer <= PAYLOAD_BYTES:
+                    raise ProtocolError(f"expected a probe of at most {PAYLOAD_BYTES} bytes, got {answer}")
                 await self._channel.send(messages.Probed(down_s=link_s, payload=answer), bytes(answer))
             case messages.Bye():
                 return message

@@ -11,18 +11,19 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from typing import cast
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
-from starlette.routing import Route, WebSocketRoute
-from starlette.websockets import WebSocket
+from starlette.routing import Route
+from uvicorn.server import ServerState
 
 from cleave.errors import InputError
 from cleave.server.cluster import Cluster
-from cleave.transport.websocket import PING_S, AcceptedChannel
-from cleave.wire.frame import MESSAGE_BYTES
+from cleave.transport.base import Channel
+from cleave.transport.websocket import Accepting
 
 _SWITCH_S = 5e-4  # a busy training thread then leaves the event loop waiting 0.2 ms instead of 6
 _STOP_S = 5.0
@@ -38,6 +39,7 @@ class Service:
         self._loop = _new_loop()
         self.cluster = make_cluster(self._loop)
         self._server: uvicorn.Server | None = None
+        self._stays: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cleave-server", daemon=True)
 
@@ -64,14 +66,9 @@ class Service:
             self._loop.close()
 
     async def _serve(self) -> None:
-        routes = [WebSocketRoute("/ws", self._device), Route("/api/status", self._status)]
         config = uvicorn.Config(
-            Starlette(routes=routes),
-            ws="websockets-sansio",
-            ws_max_size=MESSAGE_BYTES,
-            ws_per_message_deflate=False,
-            ws_ping_interval=PING_S,
-            ws_ping_timeout=PING_S,
+            Starlette(routes=[Route("/api/status", self._status)]),
+            ws=cast("type[asyncio.Protocol]", self._upgrade),
             lifespan="off",
             log_config=None,
             access_log=False,
@@ -81,9 +78,14 @@ class Service:
         self._loop.call_soon(self._started.set)
         await self._server.serve(sockets=[self._socket])
 
-    async def _device(self, websocket: WebSocket) -> None:
-        await websocket.accept()
-        await self.cluster.serve(AcceptedChannel(websocket))
+    def _upgrade(self, config: uvicorn.Config, server_state: ServerState, app_state: object) -> Accepting:
+        """What uvicorn calls for a WebSocket: the connection goes to the cluster, past ASGI and its copies."""
+        return Accepting("/ws", self._join)
+
+    def _join(self, channel: Channel) -> None:
+        stay = self._loop.create_task(self.cluster.serve(channel))
+        self._stays.add(stay)
+        stay.add_done_callback(self._stays.discard)
 
     async def _status(self, request: Request) -> JSONResponse:
         totals = self.cluster.totals()

@@ -83,7 +83,7 @@ def generate_text(model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, len
     if room < 1:
         return ""
     settings = GenerationConfig(
-        do_sample=True, temperature=0.7, max_new_tokens=room, pad_token_id=tokenizer.separator, use_cache=True
+        do_sample=True, temperature=0.8, max_new_tokens=room, pad_token_id=tokenizer.separator, use_cache=True
     )
     model.eval()
     with torch.random.fork_rng(devices=[]), torch.no_grad():

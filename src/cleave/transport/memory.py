@@ -25,10 +25,13 @@ class MemoryChannel(Channel):
         copy = bytes(data)  # the sender may reuse its buffer, as with a socket
         putting = asyncio.ensure_future(self._outgoing.put(copy))
         closing = asyncio.ensure_future(self._closed.wait())
-        await asyncio.wait([putting, closing], return_when=asyncio.FIRST_COMPLETED)
-        closing.cancel()
+        try:
+            await asyncio.wait([putting, closing], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            closing.cancel()
+            if not putting.done():
+                putting.cancel()
         if not putting.done():
-            putting.cancel()
             raise ConnectionLost(self._reason)
 
     async def _receive(self) -> Buffer:

@@ -1,117 +1,152 @@
-"""Channels over WebSockets: the device's end dials with `websockets`, the server's end is what Starlette accepted.
+"""Channels over WebSockets: a device dials, a server accepts what uvicorn hands over.
 
-No compression (ten times slower, and floats hardly shrink), sizes explicit, pings by the libraries, so that a peer
-that vanished without a word is noticed.
+No compression (ten times slower, and floats hardly shrink), sizes explicit, pings by `stream.py`, so that a peer that
+vanished without a word is noticed. The handshake is the `websockets` library's, so browsers and other clients fit.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
-from typing import TYPE_CHECKING
+import asyncio
+import socket
+import ssl
+from collections.abc import Callable
+from typing import cast
 
-from websockets.asyncio.client import ClientConnection, connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidURI
+from websockets.client import ClientProtocol
+from websockets.exceptions import InvalidHandshake, InvalidURI
+from websockets.http11 import Request
+from websockets.server import ServerProtocol
+from websockets.uri import parse_uri
 
 from cleave.errors import ConnectionLost, InputError
 from cleave.transport.base import Channel
-from cleave.wire.frame import MESSAGE_BYTES, Buffer
+from cleave.transport.stream import Stream
+from cleave.wire.frame import Buffer
 
-if TYPE_CHECKING:
-    from starlette.websockets import WebSocket
-
-PING_S = 20.0
 _OPEN_S = 10.0
-_CLOSE_S = 2.0
-_ADDRESS = "expected the address of a server such as ws://192.168.1.20:7077, got {}"
 
 
-class DialledChannel(Channel):
-    def __init__(self, connection: ClientConnection) -> None:
+class WebSocketChannel(Channel):
+    def __init__(self, stream: Stream) -> None:
         super().__init__()
-        self._connection = connection
+        self._stream = stream
 
     async def _send(self, data: Buffer) -> None:
-        try:
-            await self._connection.send(data)
-        except ConnectionClosed as fault:
-            raise ConnectionLost(_why(fault)) from None
+        await self._stream.send(data)
 
     async def _receive(self) -> Buffer:
-        try:
-            return await self._connection.recv(decode=False)
-        except ConnectionClosed as fault:
-            raise ConnectionLost(_why(fault)) from None
+        return await self._stream.receive()
 
     async def _close(self, reason: str) -> None:
-        await self._connection.close(reason=_fitting(reason))
+        await self._stream.close(reason)
 
 
-async def dial(url: str) -> DialledChannel:
+# ------------------------------------------------------------------------------------------------ the device's end
+
+
+async def dial(url: str) -> WebSocketChannel:
     """Connect to a server; ConnectionLost if it cannot be reached now, InputError if the URL can never work."""
     try:
-        connection = await connect(
-            url,
-            compression=None,
-            max_size=MESSAGE_BYTES,
-            max_queue=8,
-            write_limit=MESSAGE_BYTES,
-            open_timeout=_OPEN_S,
-            close_timeout=_CLOSE_S,
-            ping_interval=PING_S,
-            ping_timeout=PING_S,
-            proxy=None,
-        )
+        uri = parse_uri(url)
     except InvalidURI:
-        raise InputError(_ADDRESS.format(url)) from None
+        raise InputError(f"expected the address of a server such as ws://192.168.1.20:7077, got {url}") from None
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(_OPEN_S):
+            _, stream = await loop.create_connection(
+                lambda: _Dialling(ClientProtocol(uri)),
+                uri.host,
+                uri.port,
+                ssl=ssl.create_default_context() if uri.secure else None,
+            )
+            await stream.opened
     except InvalidHandshake as fault:
         raise ConnectionLost(f"{url} answers, but not as a Cleave server: {fault}") from None
     except TimeoutError:
         raise ConnectionLost(f"no answer from {url} within {_OPEN_S:.0f} s") from None
     except OSError as fault:
         raise ConnectionLost(f"cannot reach {url}: {fault.strerror or fault}") from None
-    except ValueError:  # a port or a host name that cannot be
-        raise InputError(_ADDRESS.format(url)) from None
-    return DialledChannel(connection)
+    return WebSocketChannel(stream)
 
 
-class AcceptedChannel(Channel):
-    def __init__(self, socket: WebSocket) -> None:
-        super().__init__()
-        self._socket = socket
+class _Dialling(Stream):
+    """A stream that begins with the client's half of the handshake."""
 
-    async def _send(self, data: Buffer) -> None:
-        try:
-            await self._socket.send({"type": "websocket.send", "bytes": data})
-        except _closed_errors() as fault:
-            raise ConnectionLost(str(fault) or "the connection closed") from None
+    def __init__(self, handshake: ClientProtocol) -> None:
+        super().__init__(is_client=True)
+        self._handshake: ClientProtocol | None = handshake
+        self.opened: asyncio.Future[None] = self._loop.create_future()
 
-    async def _receive(self) -> Buffer:
-        try:
-            event = await self._socket.receive()
-        except _closed_errors() as fault:
-            raise ConnectionLost(str(fault) or "the connection closed") from None
-        if event["type"] != "websocket.receive":
-            raise ConnectionLost(event.get("reason") or f"the connection closed (code {event.get('code', '?')})")
-        data = event.get("bytes")
-        return data if data is not None else event["text"].encode()
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        _send_at_once(transport)
+        assert self._handshake is not None
+        assert self._transport is not None
+        self._handshake.send_request(self._handshake.connect())
+        self._transport.write(b"".join(self._handshake.data_to_send()))
 
-    async def _close(self, reason: str) -> None:
-        with suppress(*_closed_errors()):
-            await self._socket.close(reason=_fitting(reason))
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        if not self.opened.done():
+            self.opened.set_exception(InvalidHandshake("it closed the connection"))
+
+    def _parse(self) -> None:
+        if self._handshake is None:
+            super()._parse()
+            return
+        end = self._scratch.find(b"\r\n\r\n", 0, self._end)
+        if end < 0:
+            if self._end == len(self._scratch):
+                self._reject(InvalidHandshake("its answer has no end"))
+            return
+        handshake, self._handshake = self._handshake, None
+        handshake.receive_data(bytes(self._scratch[: end + 4]))
+        self._start = end + 4
+        if handshake.handshake_exc is not None:
+            self._reject(handshake.handshake_exc)
+            return
+        self.opened.set_result(None)
+        super()._parse()
+
+    def _reject(self, fault: Exception) -> None:
+        if not self.opened.done():
+            self.opened.set_exception(fault if isinstance(fault, InvalidHandshake) else InvalidHandshake(str(fault)))
+        if self._transport is not None:
+            self._transport.abort()
 
 
-def _closed_errors() -> tuple[type[Exception], ...]:
-    """What Starlette raises on a connection that is over."""
-    from starlette.websockets import WebSocketDisconnect
-
-    return (OSError, RuntimeError, WebSocketDisconnect)
+# ------------------------------------------------------------------------------------------------ the server's end
 
 
-def _fitting(reason: str) -> str:
-    """As much of a reason as a close frame can carry: 123 bytes."""
-    return reason.encode(errors="replace")[:123].decode(errors="ignore")
+class Accepting(Stream):
+    """A stream that begins with the server's half of the handshake, in the shape uvicorn wants (`Config.ws`).
+
+    uvicorn has read the request already and passes it to `data_received`; from then on the connection is ours.
+    """
+
+    def __init__(self, path: str, accepted: Callable[[Channel], None]) -> None:
+        super().__init__(is_client=False)
+        self._path, self._accepted = path, accepted
+
+    def data_received(self, data: bytes) -> None:
+        handshake = ServerProtocol()
+        handshake.receive_data(data)
+        request = next((event for event in handshake.events_received() if isinstance(event, Request)), None)
+        transport = cast("asyncio.Transport", self._transport)
+        if request is None or request.path.partition("?")[0] != self._path:
+            handshake.send_response(handshake.reject(404, f"devices join at {self._path}\n"))
+        else:
+            handshake.send_response(handshake.accept(request))
+        transport.write(b"".join(handshake.data_to_send()))
+        if request is None or handshake.handshake_exc is not None or handshake.close_expected():
+            transport.close()
+            return
+        _send_at_once(transport)
+        self._accepted(WebSocketChannel(self))
 
 
-def _why(fault: ConnectionClosed) -> str:
-    received = fault.rcvd
-    return (received.reason if received and received.reason else "") or "the connection closed"
+def _send_at_once(transport: asyncio.BaseTransport) -> None:
+    """A header is its own small message; it must not wait for more to send."""
+    raw: socket.socket | None = transport.get_extra_info("socket")
+    if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
+        raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -17,9 +17,9 @@ from cleave.device.store import Operand, Store
 from cleave.errors import ProtocolError
 from cleave.wire.messages import Gemm
 
-_RESULT_ELEMENTS = 1 << 18  # a rectangle of about 1 MB
-_LEAST_ROWS = 64
-_LEAST_INNER = 512  # shorter sums cost more passes over the block than they gain
+_RESULT_ELEMENTS = 1 << 20  # a rectangle of about 4 MB
+_LEAST_SIDE = 512
+"""Rows, columns or inner rows worth a product: a BLAS packs its other operand anew for each; 128 cost half again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,8 @@ class GemmTask:
             cols = min(b.ready_rows for _, b in pairs)
         else:
             cols = program.cols if all(b.is_whole for _, b in pairs) else 0
+        rows = _worth(self._done_rows, rows, program.rows)
+        cols = _worth(self._done_cols, cols, program.cols)
         if rows * cols <= self._done_rows * self._done_cols:
             return
         self._todo += _strips(Rectangle(0, self._done_rows, self._done_cols, cols))
@@ -81,7 +83,7 @@ class GemmTask:
             return Chunk(lambda: self._sum[part.top : part.bottom], part, 0.0)
         a, b = pairs[0]
         start, ready = self._done_inner, min(a.ready_rows, b.ready_rows)
-        if ready == start or (ready < a.rows and ready - start < _LEAST_INNER):
+        if ready == start or (ready < a.rows and ready - start < _LEAST_SIDE):
             return None
         self._done_inner = ready
         whole = Rectangle(0, self._program.rows, 0, self._program.cols)
@@ -109,16 +111,23 @@ class GemmTask:
         return sum(a.cols for a, _ in pairs)
 
 
+def _worth(done: int, ready: int, whole: int) -> int:
+    """How far to go: as far as is ready, if that is a step worth taking."""
+    return ready if ready == whole or ready - done >= _LEAST_SIDE else done
+
+
 def _strips(whole: Rectangle) -> Iterator[Rectangle]:
     """A rectangle in bands of rows worth sending by themselves."""
     if whole.area == 0:
         return
-    height = max(_LEAST_ROWS, _RESULT_ELEMENTS // whole.cols)
+    height = max(_LEAST_SIDE, _RESULT_ELEMENTS // whole.cols)
     for top in range(whole.top, whole.bottom, height):
         yield whole._replace(top=top, bottom=min(top + height, whole.bottom))
 
 
 def _check(program: Gemm, pairs: list[tuple[Operand, Operand]]) -> None:
+    if not pairs:
+        raise ProtocolError("expected a block of at least one term, got none; the server is at fault")
     for a, b in pairs:
         match program.layout:
             case "nt":

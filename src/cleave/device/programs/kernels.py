@@ -82,7 +82,7 @@ class TorchKernel:
 
     def multiply(self, layout: Layout, pairs: list[tuple[Array, Array]]) -> Array:
         total = None
-        with self._torch.inference_mode():
+        with self._torch.no_grad():  # not inference_mode: a sum over strips adds to its result later
             for a, b in pairs:
                 left, right = _oriented(layout, a, b)
                 total = left @ right if total is None else total.addmm_(left, right)
