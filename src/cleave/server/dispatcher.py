@@ -219,6 +219,7 @@ class Dispatcher:
             member.up.add(result.payload, received.link_s)
         member.up_bytes += result.payload
         member.flops_done += max(result.flops, 0.0)
+        member.compute_s += max(result.compute_s, 0.0)
 
     def _remove(self, member: Member, reason: str) -> None:
         name = DeviceId(member.name)

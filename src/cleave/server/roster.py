@@ -48,6 +48,7 @@ class Member:
     up: Rate
     tasks: int = 0
     flops_done: float = 0.0
+    compute_s: float = 0.0
     down_bytes: int = 0
     up_bytes: int = 0
 
@@ -88,7 +89,7 @@ class Roster:
         )
         before = self.past.pop(name, None)
         if before is not None:
-            member.tasks, member.flops_done = before.tasks, before.flops_done
+            member.tasks, member.flops_done, member.compute_s = before.tasks, before.flops_done, before.compute_s
             member.down_bytes, member.up_bytes = before.down_bytes, before.up_bytes
         self.members[name] = member
         self._changed()
