@@ -97,18 +97,19 @@ class Worker:
                 raise ProtocolError(f"expected welcome or refused, got {type(other).__name__.lower()}")
 
     async def run(self) -> messages.Bye:
-        with ThreadPoolExecutor(1, "compute") as thread:
-            stages = [asyncio.ensure_future(stage) for stage in (self._receive(), self._compute(thread), self._send())]
-            try:
-                done, _ = await asyncio.wait(stages, return_when=asyncio.FIRST_COMPLETED)
-                goodbye = next(iter(done)).result()
-                assert goodbye is not None, "only the receiver returns"
-                return goodbye
-            finally:
-                for stage in stages:
-                    stage.cancel()
-                await asyncio.gather(*stages, return_exceptions=True)
-                self._store.clear()
+        thread = ThreadPoolExecutor(1, "compute")
+        stages = [asyncio.ensure_future(stage) for stage in (self._receive(), self._compute(thread), self._send())]
+        try:
+            done, _ = await asyncio.wait(stages, return_when=asyncio.FIRST_COMPLETED)
+            goodbye = next(iter(done)).result()
+            assert goodbye is not None, "only the receiver returns"
+            return goodbye
+        finally:
+            for stage in stages:
+                stage.cancel()
+            await asyncio.gather(*stages, return_exceptions=True)
+            await asyncio.to_thread(thread.shutdown)  # a product ends when it ends; others may share the loop
+            self._store.clear()
 
     async def leave(self, reason: str) -> None:
         with suppress(ConnectionLost, TimeoutError):

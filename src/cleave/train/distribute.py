@@ -179,8 +179,11 @@ class _Site:
     def __init__(self, sending: _Sending | None, module: nn.Module, *, is_shared: bool) -> None:
         self.sending, self.is_shared = sending, is_shared
         self._module = weakref.ref(module)
-        self.followers: list[_Site] = []
         self.leader: _Site | None = None
+        self.followers: list[_Site] = []
+        self.grouped: list[_Site] = []
+        """The followers as of the last optimizer step: in between, recomputing must repeat what was computed."""
+        self._grouped_at = 0
 
     @property
     def is_transposed(self) -> bool:
@@ -202,7 +205,7 @@ class _Site:
         if found is not None and found.x() is x and found.state == state:
             return found.y
         self._learn(here, x, state)
-        group = self._group(waiting)
+        group = self._group(sending, waiting)
         outputs = self._run(sending, group, x, dtype)
         if outputs is None:
             return None
@@ -221,12 +224,16 @@ class _Site:
             return
         here.last = (weakref.ref(x), state, self)
 
-    def _group(self, waiting: dict[_Site, _Waiting]) -> list[_Site]:
-        for site in [site for site in self.followers if site in waiting]:  # was not asked for last time
+    def _group(self, sending: _Sending, waiting: dict[_Site, _Waiting]) -> list[_Site]:
+        for site in [site for site in self.grouped if site in waiting]:  # was not asked for last time
             del waiting[site]
-            self.followers.remove(site)
-            site.leader = None
-        return [self, *self.followers]
+            if site in self.followers:
+                self.followers.remove(site)
+                site.leader = None
+        if self._grouped_at != sending.weights.steps:
+            self._grouped_at = sending.weights.steps
+            self.grouped = list(self.followers)
+        return [self, *self.grouped]
 
     def _run(
         self, sending: _Sending, group: list[_Site], x: torch.Tensor, dtype: torch.dtype

@@ -69,7 +69,8 @@ class Weights:
 
     def __init__(self, fleet: Multiplier) -> None:
         self._fleet = fleet
-        self._steps = 0
+        self.steps = 0
+        """Optimizer steps, and other changes of trained parameters, so far."""
         self._lock = threading.Lock()
         self._known = WeakTensorKeyDictionary()  # weight -> {format: (key, operand)}
         itself = weakref.ref(self)
@@ -83,7 +84,7 @@ class Weights:
 
     def changed(self) -> None:
         """Trained parameters have new values."""
-        self._steps += 1
+        self.steps += 1
 
     def operand(self, weight: torch.Tensor, format: WireFormat) -> Operand:
         with self._lock:
@@ -105,7 +106,7 @@ class Weights:
     def _key(self, weight: torch.Tensor) -> tuple[object, ...]:
         flat = weight.detach().reshape(-1) if not weight.is_contiguous() else weight.detach().view(-1)
         samples = tuple(flat[:: max(1, flat.numel() // _SAMPLES)].tolist())
-        steps = self._steps if weight.requires_grad else -1
+        steps = self.steps if weight.requires_grad else -1
         return steps, _version(weight), weight.data_ptr(), samples
 
 

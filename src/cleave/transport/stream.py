@@ -85,7 +85,7 @@ class Stream(asyncio.BufferedProtocol):
         transport = self._transport
         if transport is None or transport.is_closing():
             return
-        self._write_frame(_CLOSE, struct.pack("!H", _NORMAL) + reason.encode()[:120])
+        self._write_frame(_CLOSE, struct.pack("!H", _NORMAL) + _fitting(reason))
         transport.close()
         self._lose(reason or "closed")
 
@@ -232,7 +232,7 @@ class Stream(asyncio.BufferedProtocol):
 
     def _fail(self, code: int, reason: str) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._write_frame(_CLOSE, struct.pack("!H", code) + reason.encode()[:120])
+            self._write_frame(_CLOSE, struct.pack("!H", code) + _fitting(reason))
             self._transport.close()
         self._lose(reason)
 
@@ -259,6 +259,11 @@ class Stream(asyncio.BufferedProtocol):
         if silent_s >= PING_S:
             self._write_frame(_PING, b"")
         self._keepalive = self._loop.call_later(PING_S, self._check_silence)
+
+
+def _fitting(reason: str) -> bytes:
+    """As much of a reason as a close frame can carry, in whole letters."""
+    return reason.encode(errors="replace")[:123].decode(errors="ignore").encode()
 
 
 def _unmask(payload: memoryview, mask: bytes) -> None:

@@ -15,6 +15,7 @@ from typing import cast
 from websockets.client import ClientProtocol
 from websockets.exceptions import InvalidHandshake, InvalidURI
 from websockets.http11 import Request
+from websockets.protocol import State
 from websockets.server import ServerProtocol
 from websockets.uri import parse_uri
 
@@ -24,6 +25,7 @@ from cleave.transport.stream import Stream
 from cleave.wire.frame import Buffer
 
 _OPEN_S = 10.0
+_ADDRESS = "expected the address of a server such as ws://192.168.1.20:7077, got {}"
 
 
 class WebSocketChannel(Channel):
@@ -48,8 +50,8 @@ async def dial(url: str) -> WebSocketChannel:
     """Connect to a server; ConnectionLost if it cannot be reached now, InputError if the URL can never work."""
     try:
         uri = parse_uri(url)
-    except InvalidURI:
-        raise InputError(f"expected the address of a server such as ws://192.168.1.20:7077, got {url}") from None
+    except (InvalidURI, ValueError):
+        raise InputError(_ADDRESS.format(url)) from None
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(_OPEN_S):
@@ -66,6 +68,8 @@ async def dial(url: str) -> WebSocketChannel:
         raise ConnectionLost(f"no answer from {url} within {_OPEN_S:.0f} s") from None
     except OSError as fault:
         raise ConnectionLost(f"cannot reach {url}: {fault.strerror or fault}") from None
+    except UnicodeError:  # a name no host can have
+        raise InputError(_ADDRESS.format(url)) from None
     return WebSocketChannel(stream)
 
 
@@ -102,8 +106,8 @@ class _Dialling(Stream):
         handshake, self._handshake = self._handshake, None
         handshake.receive_data(bytes(self._scratch[: end + 4]))
         self._start = end + 4
-        if handshake.handshake_exc is not None:
-            self._reject(handshake.handshake_exc)
+        if handshake.state is not State.OPEN:  # also where the rest of a refusal, a page say, has yet to come
+            self._reject(handshake.handshake_exc or InvalidHandshake("it does not speak WebSocket there"))
             return
         self.opened.set_result(None)
         super()._parse()
