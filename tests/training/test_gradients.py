@@ -22,8 +22,8 @@ def backward(model: nn.Module, autocast: bool) -> float:
     return loss.item()
 
 
-def worst_difference(model: nn.Module, reference: nn.Module) -> float:
-    """Relative to a gradient's largest entry.
+def worst_difference(model: nn.Module, reference: nn.Module, order: float = float("inf")) -> float:
+    """Relative to a gradient's largest entry, or to its length (order 2).
 
     A bias of keys moves all scores of a query alike, so its gradient is zero but for rounding, and is left out.
     """
@@ -32,7 +32,9 @@ def worst_difference(model: nn.Module, reference: nn.Module) -> float:
         assert ours.grad is not None
         assert theirs.grad is not None
         if not name.endswith("k_proj.bias"):
-            differences.append(((ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max()).item())
+            ours_flat, theirs_flat = ours.grad.float().flatten(), theirs.grad.float().flatten()
+            off = torch.linalg.vector_norm(ours_flat - theirs_flat, order)
+            differences.append((off / torch.linalg.vector_norm(theirs_flat, order)).item())
     return max(differences)
 
 
@@ -49,7 +51,10 @@ def test_gradients_equal_torch(fleet: Fleet, family: str, autocast: bool, checkp
     for _ in range(2):  # the second time, layers that share their input are one product
         ours, theirs = backward(model, autocast), backward(reference, autocast)
         assert abs(ours - theirs) < (2e-2 if autocast else 1e-5)
-        assert worst_difference(model, reference) < (0.1 if autocast else 1e-4)
+        if autocast:  # roundings differ, as sums of groups are not rounded in between; a ReLU may fall to either side
+            assert worst_difference(model, reference, 2) < 0.08
+        else:
+            assert worst_difference(model, reference) < 1e-4
         for optimizer in optimizers:
             optimizer.step()
 

@@ -39,7 +39,7 @@ def test_losses_over_fp32_equal_plain_torch(devices: int, plain: list[float]) ->
     with Fleet.local(devices, wire="fp32", offload="always") as fleet:
         ours = losses(distribute(make("wide-llama"), fleet))
         assert sum(member.tasks > 0 for member in fleet.cluster.members()) > devices // 2
-    assert plain[-1] < 0.8 * plain[0], "the model must really learn"
+    assert plain[-1] < 0.9 * plain[0], "the model must really learn"
     assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) < 1e-4
 
 
