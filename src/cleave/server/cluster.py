@@ -346,6 +346,7 @@ class Cluster:
 
     def _refresh(self) -> None:
         self._refresher = None
+        self._dispatcher.probe()
         self._roster.refresh()
         self._fleet = (self._roster.number, self._roster.profiles())
         if self._fleet[1] is not None:

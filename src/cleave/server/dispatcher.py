@@ -204,6 +204,10 @@ class Dispatcher:
                 case messages.Failed(task=task, reason=reason):
                     log.warning("%s could not do task %d: %s", name, task, reason)
                     self.handle(TaskFailed(name, TaskId(task)))
+                case messages.Probed():
+                    if member.probed_at is not None:
+                        member.heard(time.perf_counter() - member.probed_at)
+                        member.probed_at = None
                 case messages.Leaving(reason=reason):
                     return f"left: {reason[:100]}"
                 case other:
@@ -230,6 +234,14 @@ class Dispatcher:
         self._listener(events.DeviceLeft(device=member.name, reason=reason, lost_tasks=lost))
         self._fleet_changed()
         self.handle(DeviceLeft(name))
+
+    def probe(self) -> None:
+        """Ask every device for a sign of life, whose time is its latency."""
+        for name, line in self._lines.items():
+            member = self._roster.members[name]
+            if member.probed_at is None:
+                member.probed_at = time.perf_counter()
+                line.put(_URGENT, [(messages.Probe(answer=0), b"")])
 
     def traffic(self) -> tuple[int, int]:
         """Bytes down and up of the devices that are here now."""

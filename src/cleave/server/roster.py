@@ -16,14 +16,15 @@ from cleave.core.fleet import Profiles
 _FADE_BYTES = 32e6  # a link's memory: what counts half
 _FADE_S = 1.0  # a processor's memory: compute seconds that count half
 _MOVED = 1.25
-_QUICKEST_BYTES_PER_S = 20e9
+_LATENCY_FADE = 1.1
+_MOST_BYTES_PER_S, _MOST_FLOPS_PER_S = 20e9, 1e16  # what arrived at once took some time all the same
 
 
 class Rate:
     """Amount per second, from amounts and seconds that fade."""
 
-    def __init__(self, first: float, memory: float) -> None:
-        self._memory = memory
+    def __init__(self, first: float, memory: float, most: float) -> None:
+        self._memory, self._most = memory, most
         self._amount = memory / 4
         self._seconds = memory / 4 / first
 
@@ -34,7 +35,7 @@ class Rate:
     def add(self, amount: float, seconds: float) -> None:
         keep = 0.5 ** (amount / self._memory)
         self._amount = self._amount * keep + amount
-        self._seconds = self._seconds * keep + max(seconds, amount / _QUICKEST_BYTES_PER_S / 1e3)
+        self._seconds = self._seconds * keep + max(seconds, amount / self._most)
 
 
 @dataclass(slots=True)
@@ -51,10 +52,22 @@ class Member:
     compute_s: float = 0.0
     down_bytes: int = 0
     up_bytes: int = 0
+    probed_at: float | None = None
+    """When the probe was sent whose answer is awaited."""
+
+    def heard(self, round_trip_s: float) -> None:
+        """A probe's answer, which may have waited behind other messages: the least counts, and slowly fades."""
+        self.latency_s = min(round_trip_s, self.latency_s * _LATENCY_FADE)
 
     @property
     def rates(self) -> tuple[float, float, float]:
+        """FLOP/s, bytes/s down and up."""
         return self.flops.value, self.down.value, self.up.value
+
+    def has_moved(self, seen: tuple[float, ...]) -> bool:
+        """Whether it differs enough from what was seen that other plans are due."""
+        now = (*self.rates, self.latency_s)
+        return any(not 1 / _MOVED < value / before < _MOVED for value, before in zip(now, seen, strict=True))
 
 
 class Roster:
@@ -65,7 +78,7 @@ class Roster:
         self.number = 0
         """Grows whenever the snapshot changes."""
         self._snapshot: Profiles | None = None
-        self._seen: dict[str, tuple[float, float, float]] = {}
+        self._seen: dict[str, tuple[float, float, float, float]] = {}
 
     def add(
         self,
@@ -83,9 +96,9 @@ class Roster:
             kernel=kernel,
             memory_bytes=memory_bytes,
             latency_s=latency_s,
-            flops=Rate(flops_per_s, flops_per_s * _FADE_S),
-            down=Rate(down_bytes_per_s, _FADE_BYTES),
-            up=Rate(up_bytes_per_s, _FADE_BYTES),
+            flops=Rate(flops_per_s, flops_per_s * _FADE_S, _MOST_FLOPS_PER_S),
+            down=Rate(down_bytes_per_s, _FADE_BYTES, _MOST_BYTES_PER_S),
+            up=Rate(up_bytes_per_s, _FADE_BYTES, _MOST_BYTES_PER_S),
         )
         before = self.past.pop(name, None)
         if before is not None:
@@ -111,7 +124,7 @@ class Roster:
         """The present snapshot; None while nobody is there."""
         if self._snapshot is None and self.members:
             members = list(self.members.values())
-            self._seen = {member.name: member.rates for member in members}
+            self._seen = {member.name: (*member.rates, member.latency_s) for member in members}
             self._snapshot = Profiles(
                 names=tuple(member.name for member in members),
                 flops_per_s=np.array([member.flops.value for member in members]),
@@ -126,9 +139,7 @@ class Roster:
         """Take a new snapshot if a rate has moved far since the last."""
         for member in self.members.values():
             seen = self._seen.get(member.name)
-            if seen and any(
-                not 1 / _MOVED < now / before < _MOVED for now, before in zip(member.rates, seen, strict=True)
-            ):
+            if seen is not None and member.has_moved(seen):
                 self._changed()
                 return
 

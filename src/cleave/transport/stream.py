@@ -26,6 +26,7 @@ from cleave.wire.frame import MESSAGE_BYTES, Buffer
 PING_S = 20.0
 """A ping after so much silence; as much again without any answer, and the peer is gone."""
 
+_CLOSE_S = 2.0
 _SCRATCH_BYTES = 16 << 10  # headers and small messages; payloads go past it
 _QUEUED_BYTES = 8 << 20  # received and not yet asked for, before the peer has to wait
 _CONTINUATION, _BINARY, _CLOSE, _PING, _PONG = 0x0, 0x2, 0x8, 0x9, 0xA
@@ -53,6 +54,7 @@ class Stream(asyncio.BufferedProtocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._lost: str | None = None
+        self._gone = asyncio.Event()
         self._heard = self._loop.time()
         self._keepalive: asyncio.TimerHandle | None = None
 
@@ -82,12 +84,20 @@ class Stream(asyncio.BufferedProtocol):
         return message
 
     async def close(self, reason: str) -> None:
+        """What is queued still goes out, if the peer takes it within _CLOSE_S."""
         transport = self._transport
-        if transport is None or transport.is_closing():
+        if transport is None:
             return
-        self._write_frame(_CLOSE, struct.pack("!H", _NORMAL) + _fitting(reason))
-        transport.close()
-        self._lose(reason or "closed")
+        if not transport.is_closing():
+            self._write_frame(_CLOSE, struct.pack("!H", _NORMAL) + _fitting(reason))
+            transport.close()
+            self._lose(reason or "closed")
+        try:
+            async with asyncio.timeout(_CLOSE_S):
+                await self._gone.wait()
+        except TimeoutError:
+            transport.abort()
+            await self._gone.wait()
 
     # -------------------------------------------------------------------------------------------- asyncio's side
 
@@ -98,6 +108,7 @@ class Stream(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lose("the connection broke" if exc else "the connection closed")
+        self._gone.set()
 
     def pause_writing(self) -> None:
         self._writable.clear()
