@@ -10,7 +10,7 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -178,7 +178,9 @@ def run_join(
     from cleave.device.programs.kernels import choose_kernel
     from cleave.device.worker import Contribution, Offer
     from cleave.observe import join_report
+    from cleave.transport.allocation import keep_freed_memory
 
+    keep_freed_memory()
     if not url:
         raise InputError("join needs the address of a server; give cleave join URL, or set CLEAVE_SERVER")
     join.socket_url(url)
@@ -196,14 +198,4 @@ def run_join(
     ):
         gc.freeze()  # what is loaded stays; only what comes and goes is worth looking at
         gc.set_threshold(50_000)
-        with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
-            runner.run(join.serve(url, chosen, offer, contribution, say, wait_s))
-
-
-def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
-    """uvloop where it is installed, which is nowhere asked of a device."""
-    try:
-        import uvloop
-    except ImportError:
-        return None
-    return uvloop.new_event_loop
+        asyncio.run(join.serve(url, chosen, offer, contribution, say, wait_s))

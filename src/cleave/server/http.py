@@ -22,6 +22,7 @@ from uvicorn.server import ServerState
 
 from cleave.errors import InputError
 from cleave.server.cluster import Cluster
+from cleave.transport.allocation import keep_freed_memory
 from cleave.transport.base import Channel
 from cleave.transport.websocket import Accepting
 
@@ -45,6 +46,7 @@ class Service:
 
     def start(self) -> None:
         sys.setswitchinterval(_SWITCH_S)
+        keep_freed_memory()
         self._thread.start()
         self._started.wait()
 
