@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -34,7 +34,7 @@ from cleave.core.ledger import (
     TasksSubmitted,
 )
 from cleave.core.planner.linear import DEVICE_BYTES, Block, Linear, LinearPlan, plan_linear
-from cleave.errors import CleaveError, FleetGoneError
+from cleave.errors import CleaveError, FleetGoneError, InfeasibleError
 from cleave.server.dispatcher import Dispatcher
 from cleave.server.products import LAYOUTS, Piece, Product
 from cleave.server.roster import Member, Roster
@@ -101,7 +101,7 @@ class Cluster:
         )
         self._task_ids = itertools.count(1)
         self._tasks: dict[TaskId, tuple[Job, Piece]] = {}
-        self._parked: list[Callable[[], None]] = []
+        self._parked: list[tuple[Job, Block]] = []
         self._giving_up: asyncio.TimerHandle | None = None
         self._plans: dict[tuple[Linear, WireFormat], LinearPlan] = {}
         self._planned_for = -1
@@ -120,7 +120,9 @@ class Cluster:
 
     def plan(self, linear: Linear) -> LinearPlan | None:
         """How a layer is cut over the fleet as it is now; None while nobody is there."""
-        number, profiles = self._fleet
+        return self._plan(linear, *self._fleet)
+
+    def _plan(self, linear: Linear, number: int, profiles: Profiles | None) -> LinearPlan | None:
         if profiles is None:
             return None
         with self._planning:
@@ -137,8 +139,8 @@ class Cluster:
     ) -> Future[list[Matrix]]:
         """Start a product of staged tensors; its outputs come as fp32."""
         product = Product(role, a, b)
-        found = self.plan(linear)
-        _, profiles = self._fleet
+        number, profiles = self._fleet  # one look: a plan numbers the devices of just this fleet
+        found = self._plan(linear, number, profiles)
         job = Job(
             product=product,
             priority=priority,
@@ -209,10 +211,10 @@ class Cluster:
         self._fail(FleetGoneError(f"the server closed: {reason}"))
 
     def _start(self, job: Job) -> None:
-        if not job.blocks:
-            self._park(lambda: self._replan(job, Block(-1, *_whole(job.product))))
-            return
-        self._cut(job, job.blocks, job.names)
+        if job.blocks:
+            self._cut(job, job.blocks, job.names)
+        else:  # nobody was there
+            self._replan(job, Block(-1, *_whole(job.product)))
 
     def _cut(self, job: Job, blocks: Sequence[Block], names: tuple[str, ...]) -> None:
         """Blocks into tasks."""
@@ -284,17 +286,15 @@ class Cluster:
     def _replan(self, job: Job, block: Block) -> None:
         profiles = self._fleet[1]
         if profiles is None:
-            job.open_tasks += 1  # so that the job cannot finish without it
-
-            def later() -> None:
-                job.open_tasks -= 1
-                self._replan(job, block)
-
-            self._park(later)
+            self._park(job, block)
             return
         m, n, k = (end - start for start, end in (block.rows, block.cols, block.inner))
         linear = Linear(tokens=m, in_width=k, out_width=n, roles=("forward",))
-        parts = plan_linear(profiles, linear, job.format).blocks["forward"]
+        try:
+            parts = plan_linear(profiles, linear, job.format).blocks["forward"]
+        except InfeasibleError as fault:
+            _fail(job, fault)
+            return
         moved = [
             Block(part.device, *(_shift(of, by) for of, by in zip(part[1:], block[1:], strict=True))) for part in parts
         ]
@@ -315,12 +315,14 @@ class Cluster:
                 self._giving_up.cancel()
                 self._giving_up = None
             parked, self._parked = self._parked, []
-            for resume in parked:
-                resume()
+            for job, block in parked:
+                self._replan(job, block)
+                job.open_tasks -= 1
             self._refresh_later()
 
-    def _park(self, resume: Callable[[], None]) -> None:
-        self._parked.append(resume)
+    def _park(self, job: Job, block: Block) -> None:
+        self._parked.append((job, block))
+        job.open_tasks += 1  # so that it cannot finish without this
         if self._giving_up is None:
             self._listener(events.Paused(reason=f"no device is there; waiting {self._gone_s:.0f} s for one to join"))
             self._giving_up = self._loop.call_later(self._gone_s, self._give_up)
@@ -334,11 +336,9 @@ class Cluster:
         )
 
     def _fail(self, fault: CleaveError) -> None:
+        for job, _ in (*self._parked, *self._tasks.values()):
+            _fail(job, fault)
         self._parked.clear()
-        jobs = {id(job): job for job, _ in self._tasks.values()}
-        for job in jobs.values():
-            if not job.done.done():
-                job.done.set_exception(fault)
 
     def _refresh_later(self) -> None:
         if self._refresher is None:
@@ -361,6 +361,11 @@ class Cluster:
             self._dispatcher.handle(OperandsReleased(operands))
 
         self._loop.call_soon_threadsafe(release)
+
+
+def _fail(job: Job, fault: CleaveError) -> None:
+    if not job.done.done():
+        job.done.set_exception(fault)
 
 
 def _whole(product: Product) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:

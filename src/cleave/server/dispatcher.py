@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 
@@ -39,10 +40,12 @@ from cleave.transport.base import Channel, Received
 from cleave.wire import messages
 from cleave.wire.frame import Buffer
 from cleave.wire.messages import AnyMessage
+from cleave.wire.numbers import encoded_bytes
 
 _HANDSHAKE_S = 10.0
 _PROBES = 3
 _PROBE_BYTES = 1 << 20
+_MOST_FAILURES = 3
 _URGENT = -1  # before every task
 
 log = logging.getLogger(__name__)
@@ -161,11 +164,11 @@ class Dispatcher:
                 await channel.send(messages.Refused(reason=reason))
                 log.info("refused a device: %s", reason)
                 return None
-            name = self._roster.unique(hello.name)
-            await channel.send(messages.Welcome(version=messages.VERSION, name=name))
-            latency_s, down, up = await _probe(channel)
+            with self._roster.reserved(hello.name) as name:
+                await channel.send(messages.Welcome(version=messages.VERSION, name=name))
+                latency_s, down, up = await _probe(channel)
         return self._roster.add(
-            name=self._roster.unique(name),
+            name=name,
             kernel=hello.kernel[:40],
             memory_bytes=hello.memory_bytes,
             flops_per_s=hello.flops_per_s,
@@ -191,7 +194,9 @@ class Dispatcher:
             received = await channel.receive()
             match received.message:
                 case messages.Result() as result:
+                    _check(result)
                     self._measure(member, result, received)
+                    member.failures = 0
                     part = Rectangle(
                         result.first_row,
                         result.first_row + result.rows,
@@ -203,11 +208,13 @@ class Dispatcher:
                     self._result = None
                 case messages.Failed(task=task, reason=reason):
                     log.warning("%s could not do task %d: %s", name, task, reason)
+                    member.failures += 1
+                    if member.failures == _MOST_FAILURES:
+                        raise CleaveError(f"could not do {_MOST_FAILURES} tasks in a row, the last: {reason[:100]}")
                     self.handle(TaskFailed(name, TaskId(task)))
-                case messages.Probed():
-                    if member.probed_at is not None:
-                        member.heard(time.perf_counter() - member.probed_at)
-                        member.probed_at = None
+                case messages.Probed() if member.probed_at is not None:
+                    member.heard(time.perf_counter() - member.probed_at)
+                    member.probed_at = None
                 case messages.Leaving(reason=reason):
                     return f"left: {reason[:100]}"
                 case other:
@@ -215,15 +222,13 @@ class Dispatcher:
 
     def _measure(self, member: Member, result: messages.Result, received: Received) -> None:
         """Learn from work what the probe could only guess."""
-        if result.flops > 0 and result.compute_s > 0:
-            member.flops.add(result.flops, result.compute_s)
-        if result.down_bytes > 0 and result.down_s > 0:
-            member.down.add(result.down_bytes, result.down_s)
-        if result.payload > 0:
-            member.up.add(result.payload, received.link_s)
+        member.flops.add(result.flops, result.compute_s)
+        member.down.add(result.down_bytes, result.down_s)
+        member.up.add(result.payload, received.link_s)
         member.up_bytes += result.payload
-        member.flops_done += max(result.flops, 0.0)
-        member.compute_s += max(result.compute_s, 0.0)
+        if 0 <= result.flops < math.inf and 0 <= result.compute_s < math.inf:
+            member.flops_done += result.flops
+            member.compute_s += result.compute_s
 
     def _remove(self, member: Member, reason: str) -> None:
         name = DeviceId(member.name)
@@ -247,6 +252,17 @@ class Dispatcher:
         """Bytes down and up of the devices that are here now."""
         channels = self._channels.values()
         return sum(c.sent_bytes for c in channels), sum(c.received_bytes for c in channels)
+
+
+def _check(result: messages.Result) -> None:
+    """Before anything is decided on a result: its numbers are as many as it says."""
+    if min(result.rows, result.cols, result.first_row + 1, result.first_col + 1) < 1:
+        raise ProtocolError(f"expected a rectangle of at least 1 x 1, got {result.rows} x {result.cols}")
+    expected = encoded_bytes(result.format, result.rows, result.cols)
+    if result.payload != expected:
+        raise ProtocolError(
+            f"expected {expected} bytes for {result.rows} x {result.cols} in {result.format}, got {result.payload}"
+        )
 
 
 async def _send(channel: Channel, line: _Line, member: Member) -> str:

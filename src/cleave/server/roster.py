@@ -7,6 +7,9 @@ with its number, only when a device comes or goes or a rate has moved far enough
 
 from __future__ import annotations
 
+import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +36,9 @@ class Rate:
         return self._amount / self._seconds
 
     def add(self, amount: float, seconds: float) -> None:
+        """Learn from an amount that took some time; what a device cannot have measured teaches nothing."""
+        if not (0 < amount < math.inf and 0 < seconds < math.inf):
+            return
         keep = 0.5 ** (amount / self._memory)
         self._amount = self._amount * keep + amount
         self._seconds = self._seconds * keep + max(seconds, amount / self._most)
@@ -52,6 +58,8 @@ class Member:
     compute_s: float = 0.0
     down_bytes: int = 0
     up_bytes: int = 0
+    failures: int = 0
+    """Tasks in a row that it could not do."""
     probed_at: float | None = None
     """When the probe was sent whose answer is awaited."""
 
@@ -77,6 +85,7 @@ class Roster:
         """Those who left, with what they did."""
         self.number = 0
         """Grows whenever the snapshot changes."""
+        self._reserved: set[str] = set()
         self._snapshot: Profiles | None = None
         self._seen: dict[str, tuple[float, float, float, float]] = {}
 
@@ -112,13 +121,18 @@ class Roster:
         self.past[name] = self.members.pop(name)
         self._changed()
 
-    def unique(self, name: str) -> str:
-        """The name, or the name with a number behind it."""
-        wanted = "".join(letter for letter in name.strip() if letter.isprintable())[:60] or "device"
-        taken = {*self.members, "server"}
-        if wanted not in taken:
-            return wanted
-        return next(f"{wanted}-{i}" for i in range(2, len(taken) + 3) if f"{wanted}-{i}" not in taken)
+    @contextmanager
+    def reserved(self, name: str) -> Generator[str]:
+        """The name, or the name with a number behind it, kept from others until its device is added."""
+        wanted = "".join(letter for letter in name if letter.isprintable())[:60].strip() or "device"
+        taken = {*self.members, *self._reserved, "server"}
+        numbered = (f"{wanted}-{i}" for i in range(2, len(taken) + 3))
+        free = next(candidate for candidate in (wanted, *numbered) if candidate not in taken)
+        self._reserved.add(free)
+        try:
+            yield free
+        finally:
+            self._reserved.discard(free)
 
     def profiles(self) -> Profiles | None:
         """The present snapshot; None while nobody is there."""

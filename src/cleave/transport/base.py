@@ -11,6 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from cleave.errors import ConnectionLost
 from cleave.wire import messages
 from cleave.wire.frame import Assembler, Buffer, parts
 from cleave.wire.messages import AnyMessage
@@ -30,16 +31,22 @@ class Channel(ABC):
     def __init__(self) -> None:
         self._assembler = Assembler()
         self._sending = asyncio.Lock()
+        self._torn = False
         self.sent_bytes = 0
         self.received_bytes = 0
 
     async def send(self, message: AnyMessage, payload: Buffer = b"") -> None:
+        """Send a message; its payload may be read until it has arrived, so it must not change before."""
         assert message.payload == len(payload), "a message announces just what it carries"
         header = messages.encode(message)
         async with self._sending:
+            if self._torn:
+                raise ConnectionLost("a message was cut short")
+            self._torn = True  # unless all of it goes out, nothing more can
             await self._send(header)
             for part in parts(payload):
                 await self._send(part)
+            self._torn = False
         self.sent_bytes += len(header) + len(payload)
 
     async def receive(self) -> Received:

@@ -30,6 +30,7 @@ _CLOSE_S = 2.0
 _SCRATCH_BYTES = 16 << 10  # headers and small messages; payloads go past it
 _QUEUED_BYTES = 8 << 20  # received and not yet asked for, before the peer has to wait
 _CONTINUATION, _BINARY, _CLOSE, _PING, _PONG = 0x0, 0x2, 0x8, 0x9, 0xA
+_OPCODES = {_CONTINUATION, 0x1, _BINARY, _CLOSE, _PING, _PONG}  # 0x1: text, taken as bytes
 _FIN, _MASKED = 0x80, 0x80
 _TOO_BIG, _PROTOCOL_FAULT, _NORMAL = 1009, 1002, 1000
 
@@ -47,6 +48,7 @@ class Stream(asyncio.BufferedProtocol):
         self._filled = 0
         self._head = (0, b"")
         self._fragments: list[Buffer] = []
+        self._fragment_bytes = 0
         self._messages: deque[Buffer] = deque()
         self._queued_bytes = 0
         self._reading_paused = False
@@ -56,6 +58,7 @@ class Stream(asyncio.BufferedProtocol):
         self._lost: str | None = None
         self._gone = asyncio.Event()
         self._heard = self._loop.time()
+        self._unsent = 0
         self._keepalive: asyncio.TimerHandle | None = None
 
     # -------------------------------------------------------------------------------------------- for channels
@@ -174,11 +177,13 @@ class Stream(asyncio.BufferedProtocol):
         if available < size + 4 * masked:
             return None
         mask = bytes(scratch[at + size : at + size + 4]) if masked else b""
-        if length > MESSAGE_BYTES or sum(map(len, self._fragments)) + length > MESSAGE_BYTES:
+        if length > MESSAGE_BYTES or self._fragment_bytes + length > MESSAGE_BYTES:
             self._fail(_TOO_BIG, f"expected messages of at most {MESSAGE_BYTES} bytes")
             return None
-        if masked == self._is_client or scratch[at] & 0x70:
-            self._fail(_PROTOCOL_FAULT, "expected plain frames, masked by the client alone")
+        opcode = scratch[at] & 0x0F
+        is_fragment = opcode == _CONTINUATION or not scratch[at] & _FIN
+        if masked == self._is_client or scratch[at] & 0x70 or opcode not in _OPCODES or (is_fragment and not length):
+            self._fail(_PROTOCOL_FAULT, "expected plain frames, masked by the client alone, and no empty fragments")
             return None
         return scratch[at], mask, length, size + 4 * masked
 
@@ -200,9 +205,10 @@ class Stream(asyncio.BufferedProtocol):
         message: Buffer = payload
         if self._fragments or not is_last:
             self._fragments.append(payload)
+            self._fragment_bytes += len(payload)
             if not is_last:
                 return
-            message, self._fragments = b"".join(self._fragments), []
+            message, self._fragments, self._fragment_bytes = b"".join(self._fragments), [], 0
         self._messages.append(message)
         self._queued_bytes += len(message)
         self._wake()
@@ -260,7 +266,11 @@ class Stream(asyncio.BufferedProtocol):
             self._arrived.set_result(None)
 
     def _check_silence(self) -> None:
-        """Someone who does not read us may still be there: silence counts, not what is queued."""
+        """Who takes what we send, however slowly, is there; who does neither that nor say a word is not."""
+        unsent = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        if unsent < self._unsent:
+            self._heard = self._loop.time()
+        self._unsent = unsent
         silent_s = self._loop.time() - self._heard
         if silent_s >= 2 * PING_S and not self._reading_paused:
             if self._transport is not None:

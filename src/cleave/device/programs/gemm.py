@@ -20,6 +20,8 @@ from cleave.wire.messages import Gemm
 _RESULT_ELEMENTS = 1 << 21  # a rectangle of about 8 MB
 _LEAST_SIDE = 512
 """Rows, columns or inner rows worth a product: a BLAS packs its other operand anew for each; 128 cost half again."""
+_WIDEST = 8 * _LEAST_SIDE
+"""Columns of a rectangle: 512 rows of a whole vocabulary would be more than a message, or a volunteer, can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,7 @@ class GemmTask:
     def _next_sum(self, pairs: list[tuple[Operand, Operand]]) -> Chunk | None:
         if self._todo:
             part = self._todo.pop(0)
-            return Chunk(lambda: self._sum[part.top : part.bottom], part, 0.0)
+            return Chunk(lambda: self._sum[part.top : part.bottom, part.left : part.right], part, 0.0)
         a, b = pairs[0]
         start, ready = self._done_inner, min(a.ready_rows, b.ready_rows)
         if ready == start or (ready < a.rows and ready - start < _LEAST_SIDE):
@@ -92,11 +94,15 @@ class GemmTask:
             self._todo = list(_strips(whole))
 
         def add() -> None:
-            product = self._kernel.multiply("tn", [(a.array[start:ready], b.array[start:ready])])
             if self._sum is None:
-                self._sum = product
-            else:
-                self._sum += product
+                self._sum = self._kernel.allocate(whole.rows, whole.cols)
+            for part in _strips(whole):  # not the whole at once, which would take its room a second time
+                rows, cols = slice(part.top, part.bottom), slice(part.left, part.right)
+                product = self._kernel.multiply("tn", [(a.array[start:ready, rows], b.array[start:ready, cols])])
+                if start == 0:
+                    self._sum[rows, cols] = product
+                else:
+                    self._sum[rows, cols] += product
 
         return Chunk(add, None, 2.0 * whole.area * (ready - start))
 
@@ -104,7 +110,7 @@ class GemmTask:
         if self._program.layout == "nt":
             cut = [(a.array[part.top : part.bottom], b.array[part.left : part.right]) for a, b in pairs]
         else:
-            cut = [(a.array[part.top : part.bottom], b.array) for a, b in pairs]
+            cut = [(a.array[part.top : part.bottom], b.array[:, part.left : part.right]) for a, b in pairs]
         return self._kernel.multiply(self._program.layout, cut)
 
     def _inner(self, pairs: list[tuple[Operand, Operand]]) -> int:
@@ -117,12 +123,12 @@ def _worth(done: int, ready: int, whole: int) -> int:
 
 
 def _strips(whole: Rectangle) -> Iterator[Rectangle]:
-    """A rectangle in bands of rows worth sending by themselves."""
-    if whole.area == 0:
-        return
-    height = max(_LEAST_SIDE, _RESULT_ELEMENTS // whole.cols)
-    for top in range(whole.top, whole.bottom, height):
-        yield whole._replace(top=top, bottom=min(top + height, whole.bottom))
+    """A rectangle in bands of rows worth sending by themselves, none too wide."""
+    for left in range(whole.left, whole.right, _WIDEST):
+        right = min(left + _WIDEST, whole.right)
+        height = max(_LEAST_SIDE, _RESULT_ELEMENTS // (right - left))
+        for top in range(whole.top, whole.bottom, height):
+            yield Rectangle(top, min(top + height, whole.bottom), left, right)
 
 
 def _check(program: Gemm, pairs: list[tuple[Operand, Operand]]) -> None:
