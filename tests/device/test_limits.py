@@ -1,4 +1,4 @@
-"""What a volunteer was promised, end to end: a real process stays within its memory and its threads, or says why not."""
+"""What a volunteer was promised, end to end: a real process stays within its memory and threads, or says why not."""
 
 from __future__ import annotations
 
