@@ -2,11 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check lint types bench clean
+.PHONY: demo test check lint types bench bench-live clean
 
 demo: .venv/ready
-	$(BIN)/cleave fleet sample --mix phone=600,laptop=300,desktop=60,sbc=40 --country us --seed 1 --out demo-fleet.csv
-	$(BIN)/cleave plan --model llama-2-7b --tokens 131072 --fleet demo-fleet.csv --plot demo-plan.png
+	$(BIN)/cleave train
 
 test: .venv/ready
 	$(BIN)/pytest
@@ -24,6 +23,10 @@ types: .venv/ready
 bench: .venv/ready
 	$(BIN)/python benchmarks/run.py benchmarks/scenarios/gemm_planner.toml
 
+bench-live: .venv/ready
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[peers]'
+	$(BIN)/python benchmarks/run.py benchmarks/scenarios/live.toml
+
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
@@ -31,4 +34,4 @@ bench: .venv/ready
 	touch $@
 
 clean:
-	rm -rf .venv build demo-fleet.csv demo-plan.png
+	rm -rf .venv build

@@ -1,12 +1,14 @@
 """Cleave, dask.distributed and Ray, each with two single-threaded workers here, behind one small interface.
 
-All of them cut a product in two by rows (of the output, or of the inner side for tn) and put the halves together here. A
-handle keeps a matrix's halves, or a whole matrix, with the workers, so that what was sent once can be used again.
+All of them cut a product in two by rows (of the output, or of the inner side for tn) and put the halves together
+here. A handle keeps a matrix's halves, or a whole matrix, with the workers, so that what was sent once can be used
+again.
 """
 
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
@@ -90,15 +92,14 @@ class Dask:
     name = "dask"
 
     def __init__(self) -> None:
-        import dask
-        from distributed import Client, LocalCluster
-
+        dask: Any = import_module("dask")  # installed by make bench-live alone
+        distributed: Any = import_module("distributed")
         dask.config.set({"distributed.worker.daemon": True, "distributed.comm.compression": None})
-        self._cluster = LocalCluster(
+        self._cluster = distributed.LocalCluster(
             n_workers=WORKERS, threads_per_worker=1, processes=True, dashboard_address=None, protocol="tcp://"
         )
-        self._client = Client(self._cluster)
-        self._workers = list(self._client.scheduler_info()["workers"])
+        self._client = distributed.Client(self._cluster)
+        self._workers: list[str] = list(self._client.scheduler_info()["workers"])
 
     def whole(self, matrix: Matrix) -> Any:
         future = self._client.scatter(matrix, broadcast=True, direct=True, hash=False)
@@ -130,8 +131,7 @@ class Ray:
     name = "ray"
 
     def __init__(self) -> None:
-        import ray
-
+        ray: Any = import_module("ray")
         os.environ["RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"] = "0"
         self._ray = ray
         ray.init(

@@ -53,7 +53,7 @@ class TrainConfig:
     """A preset, a named size such as opt-125m, a model directory, or a Hugging Face name."""
     data: Path | None = None
     """Text, .jsonl or .parquet, or a directory of them; without it, the sources of Python's own library."""
-    steps: Count = 150
+    steps: Count = 100
     """Optimizer updates of the whole run, those before a resume included."""
     sequence: Count = 256
     """Tokens of one sequence."""

@@ -105,6 +105,7 @@ class _Run:
         self.observe(Note(text=f"devices join with: {self.fleet.join_command}"))
         if config.devices:
             self.fleet.start_devices(config.devices, threads=config.device_threads)
+            _leave_cores_to(config.devices * config.device_threads)
         self.fleet.wait(max(config.devices, 1), config.wait_s)
         return distribute(model, self.fleet)
 
@@ -130,6 +131,13 @@ class _Run:
             self.fleet.close(reason, rejoin=not self.finished)
         if self._log is not None:
             self._log.close()
+
+
+def _leave_cores_to(threads: int) -> None:
+    """Torch's threads spin while they wait for each other, which costs twice where local devices want the cores."""
+    import torch
+
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - threads)))
 
 
 def _config(run_file: str | None, overrides: Mapping[str, object], directory: Path, *, resume: bool) -> TrainConfig:

@@ -104,7 +104,7 @@ def test_any_plan_tiles_its_gemms_within_memory(fleet: Profiles, linear: Linear,
     check(plan, linear, fleet)
 
 
-@settings(phases=QUICK, max_examples=8)
+@settings(phases=QUICK, max_examples=3)
 @given(
     fleets.fleets(most=5, kinds=("cramped",)),
     st.builds(
@@ -120,7 +120,7 @@ def test_plans_for_scarce_memory_fit_into_it(fleet: Profiles, linear: Linear, wi
     check(plan_linear(fleet, linear, wire), linear, fleet)
 
 
-@settings(phases=QUICK, max_examples=4)
+@settings(phases=QUICK, max_examples=2)
 @given(st.integers(2, 6), st.integers(0, 2**31), st.builds(Gemm, m=sizes, n=sizes, k=sizes))
 def test_a_product_far_larger_than_every_memory_is_cut_until_it_fits(count: int, seed: int, gemm: Gemm) -> None:
     linear = Linear(tokens=gemm.m, in_width=gemm.k, out_width=gemm.n, roles=("forward",))
@@ -192,7 +192,7 @@ def test_equal_devices_share_equally() -> None:
 # ------------------------------------------------------------------------------------------------ fit
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(st.tuples(*[st.integers(0, 50)] * 3), st.tuples(*[st.integers(1, 60)] * 3), st.floats(12.0, 20_000.0))
 def test_pieces_tile_their_block_and_fit(starts: tuple[int, ...], lengths: tuple[int, ...], memory: float) -> None:
     block = Block(3, *((start, start + length) for start, length in zip(starts, lengths, strict=True)))

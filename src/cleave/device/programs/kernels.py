@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import platform
 from importlib.util import find_spec
 from pathlib import Path
@@ -19,6 +20,7 @@ from cleave.wire.numbers import NumpyCodec
 KernelChoice = Literal["auto", "numpy", "torch"]
 Array = Any
 """A kernel's own kind of matrix; all of them can be sliced by rows and columns."""
+_LARGE_BYTES = 1 << 20
 
 
 class Kernel(Protocol):
@@ -44,7 +46,11 @@ class NumpyKernel:
         self._codec = NumpyCodec()
 
     def allocate(self, rows: int, cols: int) -> Array:
-        return np.empty((rows, cols), dtype=np.float32)
+        """Large ones from the system, to which they return: a heap with holes would grow beyond the memory offered."""
+        size = rows * cols * np.dtype(np.float32).itemsize
+        if size < _LARGE_BYTES:
+            return np.empty((rows, cols), dtype=np.float32)
+        return np.frombuffer(mmap.mmap(-1, size), dtype=np.float32).reshape(rows, cols)
 
     def write(self, strip: Array, data: Buffer, format: WireFormat) -> None:
         self._codec.decode_into(data, format, strip)
