@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 from multiprocessing.synchronize import Barrier
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import psutil
@@ -192,7 +192,8 @@ def _apart(system: System, data: list[Any]) -> None:
     """Every product's operands are sent for it, and its result awaited."""
     products: list[tuple[Layout, Matrix, Matrix]] = [("nt", x, w) for x, w, _ in data]
     for x, w, dy in reversed(data):
-        products += [("nn", dy, w), ("tn", dy, x)]
+        products.append(("nn", dy, w))
+        products.append(("tn", dy, x))
     for layout, a, b in products:
         right = system.halves(b) if layout == "tn" else system.whole(b)
         system.finish(system.start(layout, system.halves(a), right))
@@ -223,7 +224,7 @@ def _server_cpu(say: Say) -> None:
     system = Cleave()
     try:
         cluster = system.cluster
-        loop = cast("asyncio.AbstractEventLoop", cluster._loop)  # pyright: ignore[reportPrivateUsage]
+        loop = cluster._loop  # pyright: ignore[reportPrivateUsage]
 
         async def cpu() -> float:
             return time.thread_time()

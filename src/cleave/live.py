@@ -188,7 +188,7 @@ def run_join(
     from cleave.observe import join_report
     from cleave.transport.allocation import keep_freed_memory
 
-    keep_freed_memory()
+    keep_freed_memory(one_arena=True)
     if not url:
         raise InputError("join needs the address of a server; give cleave join URL, or set CLEAVE_SERVER")
     join.socket_url(url)

@@ -38,7 +38,11 @@ class Store:
         self._kernel = kernel
         self._memory_bytes = memory_bytes
         self._operands: dict[int, Operand] = {}
+        self._spare: list[Operand] = []
         self.used_bytes = 0
+        self.result_bytes = 0
+        self.spare_bytes = 0
+        """Kept for operands of the same size, as fresh pages cost more than a copy; given up when room is needed."""
 
     def write(self, message: StoreMessage, payload: Buffer) -> None:
         """Take a strip of rows; the first one makes room for the whole operand."""
@@ -63,13 +67,22 @@ class Store:
             dropped = self._operands.pop(operand, None)
             if dropped is not None:
                 self.used_bytes -= dropped.bytes
+                self.spare_bytes += dropped.bytes
+                self._spare.append(dropped)
+        self._trim(0)
 
     def get(self, operand: int) -> Operand | None:
         return self._operands.get(operand)
 
+    def expect_result(self, size: int) -> None:
+        """Room that a task's result will take, or (negative) has taken."""
+        self.result_bytes += size
+        self._trim(0)
+
     def clear(self) -> None:
         self._operands.clear()
-        self.used_bytes = 0
+        self._spare.clear()
+        self.used_bytes = self.spare_bytes = self.result_bytes = 0
 
     def _allocate(self, message: StoreMessage) -> Operand:
         if min(message.rows, message.cols) < 1:
@@ -80,7 +93,23 @@ class Store:
                 f"the server sends {need} bytes more where {self._memory_bytes - self.used_bytes} of "
                 f"{self._memory_bytes} are left; this device does not go beyond its memory"
             )
-        operand = Operand(self._kernel.allocate(message.rows, message.cols), message.rows, message.cols)
+        operand = Operand(self._room(message.rows, message.cols, need), message.rows, message.cols)
         self._operands[message.operand] = operand
         self.used_bytes += need
         return operand
+
+    def _room(self, rows: int, cols: int, need: int) -> Array:
+        for i, spare in enumerate(self._spare):
+            if spare.bytes == need:
+                del self._spare[i]
+                self.spare_bytes -= need
+                return spare.array.reshape(rows, cols)
+        self._trim(need)
+
+        return self._kernel.allocate(rows, cols)
+
+    def _trim(self, need: int) -> None:
+        """Give up spare room, the oldest first, until all of it fits."""
+        others = self.used_bytes + self.result_bytes + need
+        while self._spare and others + self.spare_bytes > self._memory_bytes:
+            self.spare_bytes -= self._spare.pop(0).bytes

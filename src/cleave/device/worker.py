@@ -26,6 +26,8 @@ from cleave.wire.frame import PAYLOAD_BYTES, Buffer
 from cleave.wire.messages import AnyMessage
 
 _LEAVE_S = 2.0
+_MOST_WAITING = 3
+"""Results in the line to the server beyond which sums stay where they are."""
 
 
 @dataclass(slots=True)
@@ -137,13 +139,14 @@ class Worker:
             case messages.Run():
                 self._order += 1
                 task = GemmTask(message.program, self._store, self._kernel)
+                self._store.expect_result(_result_bytes(message))
                 self._tasks[message.task] = _Running(message, task, self._order)
                 self._work.set()
             case messages.Drop(operands=operands):
                 self._store.drop(operands)
             case messages.Cancel(tasks=tasks):
                 for task in tasks:
-                    self._tasks.pop(task, None)
+                    self._end(task)
             case messages.Probe(answer=answer):
                 if not 0 <= answer <= PAYLOAD_BYTES:
                     raise ProtocolError(f"expected a probe of at most {PAYLOAD_BYTES} bytes, got {answer}")
@@ -166,7 +169,7 @@ class Worker:
             try:
                 encoded, took_s = await loop.run_in_executor(thread, _timed, chunk, self._kernel, running.message)
             except (MemoryError, RuntimeError) as fault:  # what numpy and torch raise where a product cannot be made
-                self._tasks.pop(running.message.task, None)
+                self._end(running.message.task)
                 await self._channel.send(messages.Failed(task=running.message.task, reason=repr(fault)[:200]))
                 continue
             flops, compute_s = flops + chunk.flops, compute_s + took_s
@@ -179,12 +182,15 @@ class Worker:
             _, _, result, payload = await self._results.get()
             await self._channel.send(result, payload.data)
             self._done.up_bytes += result.payload
+            self._work.set()
 
     # -------------------------------------------------------------------------------------------- parts
 
     def _next(self) -> tuple[_Running | None, Chunk | None]:
         """The most urgent thing that can be computed now."""
         for running in sorted(self._tasks.values(), key=lambda entry: (entry.message.priority, entry.order)):
+            if running.task.only_returns and self._results.qsize() >= _MOST_WAITING:
+                continue
             chunk = running.task.next_chunk()
             if chunk is not None:
                 return running, chunk
@@ -215,7 +221,16 @@ class Worker:
         self._results.put_nowait((running.message.priority, self._order, message, encoded))
         if running.task.finished:
             self._done.tasks += 1
-            self._tasks.pop(running.message.task, None)
+            self._end(running.message.task)
+
+    def _end(self, task: int) -> None:
+        ended = self._tasks.pop(task, None)
+        if ended is not None:
+            self._store.expect_result(-_result_bytes(ended.message))
+
+
+def _result_bytes(message: messages.Run) -> int:
+    return 4 * message.program.rows * message.program.cols
 
 
 def _timed(chunk: Chunk, kernel: Kernel, message: messages.Run) -> tuple[NDArray[np.uint8] | None, float]:

@@ -48,6 +48,11 @@ class GemmTask:
         whole = (self._program.rows, self._program.cols)
         return not self._todo and (self._done_rows, self._done_cols) == whole
 
+    @property
+    def only_returns(self) -> bool:
+        """A sum is complete; further chunks compute nothing, but each is a copy beside the sum until it is sent."""
+        return self._program.layout == "tn" and bool(self._todo)
+
     def next_chunk(self) -> Chunk | None:
         """None: nothing to do until more strips arrive."""
         pairs = [(self._store.get(a), self._store.get(b)) for a, b in self._program.terms]
@@ -82,7 +87,7 @@ class GemmTask:
     def _next_sum(self, pairs: list[tuple[Operand, Operand]]) -> Chunk | None:
         if self._todo:
             part = self._todo.pop(0)
-            return Chunk(lambda: self._sum[part.top : part.bottom, part.left : part.right], part, 0.0)
+            return Chunk(lambda: self._sum[part.top : part.bottom], part, 0.0)
         a, b = pairs[0]
         start, ready = self._done_inner, min(a.ready_rows, b.ready_rows)
         if ready == start or (ready < a.rows and ready - start < _LEAST_SIDE):
@@ -91,7 +96,10 @@ class GemmTask:
         whole = Rectangle(0, self._program.rows, 0, self._program.cols)
         if ready == a.rows:
             self._done_rows, self._done_cols = self._program.rows, self._program.cols
-            self._todo = list(_strips(whole))
+            height = max(1, _RESULT_ELEMENTS // whole.cols)
+            self._todo = [
+                whole._replace(top=top, bottom=min(top + height, whole.rows)) for top in range(0, whole.rows, height)
+            ]
 
         def add() -> None:
             if self._sum is None:

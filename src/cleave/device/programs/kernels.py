@@ -50,7 +50,11 @@ class NumpyKernel:
         size = rows * cols * np.dtype(np.float32).itemsize
         if size < _LARGE_BYTES:
             return np.empty((rows, cols), dtype=np.float32)
-        return np.frombuffer(mmap.mmap(-1, size), dtype=np.float32).reshape(rows, cols)
+        try:
+            pages = _pages(size)
+        except OSError as fault:
+            raise MemoryError(f"no room for {rows} x {cols}: {fault.strerror}") from None
+        return np.frombuffer(pages, dtype=np.float32).reshape(rows, cols)
 
     def write(self, strip: Array, data: Buffer, format: WireFormat) -> None:
         self._codec.decode_into(data, format, strip)
@@ -59,7 +63,7 @@ class NumpyKernel:
         total = None
         for a, b in pairs:
             left, right = _oriented(layout, a, b)
-            product = np.matmul(left, right)
+            product = np.matmul(left, right, out=self.allocate(left.shape[0], right.shape[1]))
             total = product if total is None else np.add(total, product, out=total)
         return total
 
@@ -96,6 +100,16 @@ class TorchKernel:
 
     def encode(self, result: Array, format: WireFormat) -> NDArray[np.uint8]:
         return self._codec.encode(result.cpu().numpy(), format)
+
+
+def _pages(size: int) -> mmap.mmap:
+    """Private and huge ones where there are such, as each page costs a fault."""
+    if not hasattr(mmap, "MAP_PRIVATE"):
+        return mmap.mmap(-1, size)
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def _oriented(layout: Layout, a: Array, b: Array) -> tuple[Array, Array]:
