@@ -85,6 +85,7 @@ class Dispatcher:
         self._lines: dict[DeviceId, _Line] = {}
         self._channels: dict[DeviceId, Channel] = {}
         self._result: tuple[messages.Result, Buffer] | None = None
+        self._goodbye = ""
 
     def handle(self, event: Event) -> None:
         """Let the ledger decide on an event, and do what it says."""
@@ -142,11 +143,12 @@ class Dispatcher:
             log.info("a connection ended: %s", reason)
         finally:
             if member is not None:
-                self._remove(member, reason)
+                self._remove(member, self._goodbye or reason)
             await channel.close(reason)
 
     async def close(self, reason: str, *, rejoin: bool) -> None:
         """Say goodbye to every device."""
+        self._goodbye = reason
         for channel in list(self._channels.values()):
             try:
                 async with asyncio.timeout(2):

@@ -102,6 +102,9 @@ class GemmTask:
             ]
 
         def add() -> None:
+            if start == 0 and len(list(_strips(whole))) == 1:
+                self._sum = self._kernel.multiply("tn", [(a.array[:ready], b.array[:ready])])
+                return
             if self._sum is None:
                 self._sum = self._kernel.allocate(whole.rows, whole.cols)
             for part in _strips(whole):  # not the whole at once, which would take its room a second time

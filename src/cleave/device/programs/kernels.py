@@ -20,7 +20,7 @@ from cleave.wire.numbers import NumpyCodec
 KernelChoice = Literal["auto", "numpy", "torch"]
 Array = Any
 """A kernel's own kind of matrix; all of them can be sliced by rows and columns."""
-_LARGE_BYTES = 1 << 20
+_LARGE_BYTES = 4 << 20
 
 
 class Kernel(Protocol):
