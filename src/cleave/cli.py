@@ -128,6 +128,7 @@ def _add_join(add: _AddVerb) -> None:
         "--wait", type=_rate, default=30.0, metavar="S", help="how long to try a server not yet reached (default: 30)"
     )
     verb.add_argument("--quiet", action="store_true", help="say nothing but errors")
+    verb.add_argument("--with-parent", action="store_true", help="leave when the process that started this one ends")
     verb.set_defaults(run=_run_join)
 
 
@@ -148,6 +149,7 @@ def _run_join(options: argparse.Namespace) -> None:
         kernel=options.kernel,
         wait_s=options.wait,
         quiet=options.quiet,
+        with_parent=options.with_parent,
     )
 
 

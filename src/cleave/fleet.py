@@ -120,8 +120,14 @@ class Fleet:
         started: list[int] = []
         for _ in range(count):
             number = len(self._processes) + 1
-            command = [sys.executable, "-m", "cleave", "join", self.url, "--name", f"local-{number}", "--quiet"]
-            command += ["--threads", str(threads), *(["--memory", memory] if memory else [])]
+            command = [sys.executable, "-m", "cleave", "join", self.url, "--name", f"local-{number}"]
+            command += [
+                "--quiet",
+                "--with-parent",
+                "--threads",
+                str(threads),
+                *(["--memory", memory] if memory else []),
+            ]
             environment = {**os.environ, "CLEAVE_TOKEN": self.token}
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
             self._processes.append(process)

@@ -10,7 +10,7 @@ import platform
 import secrets
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -181,6 +181,7 @@ def run_join(
     kernel: KernelChoice,
     wait_s: float,
     quiet: bool,
+    with_parent: bool,
 ) -> None:
     from cleave.device import join, probe
     from cleave.device.programs.kernels import choose_kernel
@@ -206,4 +207,14 @@ def run_join(
     ):
         gc.freeze()  # what is loaded stays; only what comes and goes is worth looking at
         gc.set_threshold(50_000)
-        asyncio.run(join.serve(url, chosen, offer, contribution, say, wait_s))
+        serving = join.serve(url, chosen, offer, contribution, say, wait_s)
+        asyncio.run(_while_parent_lives(serving) if with_parent else serving)
+
+
+async def _while_parent_lives(serving: Coroutine[None, None, None]) -> None:
+    """A local device belongs to its server: killed servers leave no processes behind."""
+    parent, work = os.getppid(), asyncio.ensure_future(serving)
+    while not work.done() and os.getppid() == parent:
+        await asyncio.wait([work], timeout=1.0)
+    work.cancel()
+    await work

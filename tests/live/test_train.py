@@ -15,8 +15,9 @@ import pytest
 
 from cleave.events import CheckpointSaved, DeviceJoined, DeviceLeft, StepDone, read_events
 
+pytestmark = pytest.mark.timeout(400)
 TINY = ["--model", "tiny-llama", "--sequence", "32", "--batch", "2", "--devices", "2", "--eval-every", "0"]
-PATIENCE_S = 90.0
+PATIENCE_S = 180.0
 
 
 def command(*arguments: str) -> list[str]:
@@ -60,9 +61,11 @@ def test_a_killed_server_resumes_with_the_same_losses(tmp_path: Path, text: Path
         stderr=subprocess.DEVNULL,
     )
     _wait_until(lambda: _last_step(broken) >= 5, process)
+    children = _children(process.pid)
     process.send_signal(signal.SIGKILL)
     process.wait()
     at_death = losses(broken)
+    _wait_until_gone(children)
     assert max(at_death) < 12
     assert any(isinstance(event, CheckpointSaved) for event in read_events(broken / "events.jsonl"))
 
@@ -193,6 +196,14 @@ def _wait_until(condition: object, process: subprocess.Popen[bytes]) -> None:
         assert time.monotonic() < give_up, "it takes too long"
         assert process.poll() is None, "it ended too soon"
         time.sleep(0.02)  # polling a file another process writes
+
+
+def _wait_until_gone(pids: list[int]) -> None:
+    """Devices started by a server do not outlive it."""
+    import psutil
+
+    gone, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], PATIENCE_S)
+    assert not alive, gone
 
 
 def _last_step(directory: Path) -> int:

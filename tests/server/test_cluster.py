@@ -296,6 +296,27 @@ def test_a_device_that_vanishes_in_the_middle_is_made_up_for(role: Role, after: 
         assert left[0].lost_tasks > 0
 
 
+@pytest.mark.parametrize("role", ROLES)
+def test_what_a_large_device_leaves_undone_a_small_one_sums_up(role: Role) -> None:
+    """One whole block becomes a sum of several over the inner dimension, which must start from zero."""
+    tokens, width, out = {"forward": (60, 3000, 50), "grad_input": (60, 50, 3000), "grad_weight": (3000, 60, 50)}[role]
+    made = layer(tokens, width, (out,))
+    expected = made.expected(role)
+    with world() as there:
+        gate = Gate()
+        lost = there.join(kernel=gate)
+        spoiled = [np.full(expected[0].shape, np.nan, dtype=np.float32) for _ in range(64)]
+        del spoiled  # memory that the output is likely to get
+        outputs = submitted(there, role, made)
+        gate.wait()
+        there.join(memory_bytes=200_000)
+        there.vanish(lost)
+        gate.opened.set()
+        check(outputs, expected)
+        (small,) = there.cluster.here()
+        assert small.tasks > 4
+
+
 def test_work_waits_while_nobody_is_there_and_goes_on_with_the_next() -> None:
     made = layer(500, 64, (64, 32))
     with world() as there:

@@ -103,7 +103,8 @@ class Worker:
         stages = [asyncio.ensure_future(stage) for stage in (self._receive(), self._compute(thread), self._send())]
         try:
             done, _ = await asyncio.wait(stages, return_when=asyncio.FIRST_COMPLETED)
-            goodbye = next(iter(done)).result()
+            first = next(stage for stage in stages if stage in done)  # the receiver's word counts most
+            goodbye = first.result()
             assert goodbye is not None, "only the receiver returns"
             return goodbye
         finally:
@@ -134,7 +135,12 @@ class Worker:
     async def _take(self, message: AnyMessage, payload: Buffer, link_s: float) -> messages.Bye | None:
         match message:
             case messages.Store():
-                self._store.write(message, payload)
+                try:
+                    self._store.write(message, payload)
+                except MemoryError:
+                    raise ProtocolError(
+                        "there is less memory than was offered; joining anew with what there is"
+                    ) from None
                 self._work.set()
             case messages.Run():
                 self._order += 1

@@ -291,7 +291,7 @@ class Cluster:
         m, n, k = (end - start for start, end in (block.rows, block.cols, block.inner))
         linear = Linear(tokens=m, in_width=k, out_width=n, roles=("forward",))
         try:
-            parts = plan_linear(profiles, linear, job.format).blocks["forward"]
+            parts = plan_linear(profiles, linear, job.format, search=False).blocks["forward"]
         except InfeasibleError as fault:
             _fail(job, fault)
             return

@@ -70,9 +70,14 @@ class Linear:
         return {role: gemms[role] for role in self.roles}
 
 
-def plan_linear(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPlan:
-    """The faster of both ways; InfeasibleError where no device can hold even the smallest block."""
+def plan_linear(profiles: Profiles, linear: Linear, wire: WireFormat, *, search: bool = True) -> LinearPlan:
+    """The faster of both ways; InfeasibleError where no device can hold even the smallest block.
+
+    Without `search`, rows wherever they fit: good enough for a piece of work that must go on at once.
+    """
     rows = _by_rows(profiles, linear, wire)
+    if rows is not None and not search:
+        return rows
     unit = unit_costs(_as_held(profiles, wire), wire, Server())
     least_s = sum(bound_2d(unit, gemm, Server()) for gemm in linear.gemms.values())
     if rows is not None and rows.total_s <= least_s * _WORTH_SEARCHING:
