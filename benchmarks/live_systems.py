@@ -8,6 +8,7 @@ again.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -159,3 +160,6 @@ class Ray:
 
     def close(self) -> None:
         self._ray.shutdown()
+
+
+SYSTEMS: dict[str, Callable[[], System]] = {"cleave": Cleave, "dask": Dask, "ray": Ray}

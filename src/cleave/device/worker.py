@@ -138,9 +138,7 @@ class Worker:
                 try:
                     self._store.write(message, payload)
                 except MemoryError:
-                    raise ProtocolError(
-                        "there is less memory than was offered; joining anew with what there is"
-                    ) from None
+                    raise ProtocolError("there is less memory than was offered") from None
                 self._work.set()
             case messages.Run():
                 self._order += 1
