@@ -103,8 +103,10 @@ class Cluster:
         self._tasks: dict[TaskId, tuple[Job, Piece]] = {}
         self._parked: list[tuple[Job, Block]] = []
         self._giving_up: asyncio.TimerHandle | None = None
-        self._plans: dict[tuple[Linear, WireFormat], LinearPlan] = {}
+        self._plans: dict[Linear, LinearPlan] = {}
+        self._rows_suffice: set[Linear] = set()
         self._planned_for = -1
+        self._planned_names: tuple[str, ...] = ()
         self._planning = threading.Lock()
         self._fleet: tuple[int, Profiles | None] = (0, None)
         self._arrival = threading.Condition()
@@ -127,12 +129,18 @@ class Cluster:
             return None
         with self._planning:
             if number != self._planned_for:
+                if profiles.names != self._planned_names:
+                    self._rows_suffice.clear()
                 self._plans.clear()
-                self._planned_for = number
-            key = linear, self.wire
-            if key not in self._plans:
-                self._plans[key] = plan_linear(profiles, linear, self.wire)
-            return self._plans[key]
+                self._planned_for, self._planned_names = number, profiles.names
+            found = self._plans.get(linear)
+            if found is None:
+                # with the same devices at other speeds, what was cut by rows still is
+                found = plan_linear(profiles, linear, self.wire, search=linear not in self._rows_suffice)
+                self._plans[linear] = found
+                if found.way == "rows":
+                    self._rows_suffice.add(linear)
+            return found
 
     def submit(
         self, role: Role, a: tuple[Tensor, ...], b: tuple[Tensor, ...], linear: Linear, *, priority: int = 1

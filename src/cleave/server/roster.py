@@ -18,8 +18,8 @@ from cleave.core.fleet import Profiles
 
 _FADE_BYTES = 32e6  # a link's memory: what counts half
 _FADE_S = 1.0  # a processor's memory: compute seconds that count half
-_MOVED = 1.25
-_LATENCY_FADE = 1.1
+_MOVED, _LATENCY_MOVED = 1.3, 3.0
+_LATENCY_FADE = 1.02
 _MOST_BYTES_PER_S, _MOST_FLOPS_PER_S = 20e9, 1e16  # what arrived at once took some time all the same
 
 
@@ -75,7 +75,8 @@ class Member:
     def has_moved(self, seen: tuple[float, ...]) -> bool:
         """Whether it differs enough from what was seen that other plans are due."""
         now = (*self.rates, self.latency_s)
-        return any(not 1 / _MOVED < value / before < _MOVED for value, before in zip(now, seen, strict=True))
+        far = (_MOVED, _MOVED, _MOVED, _LATENCY_MOVED)
+        return any(not 1 / most < value / before < most for value, before, most in zip(now, seen, far, strict=True))
 
 
 class Roster:
