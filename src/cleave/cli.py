@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; the exit code is 0, or 2 with one sentence on standard error if the input is at fault."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    _set_log_level()
     if options.verb is None:
         parser.print_help()
         return 0
@@ -44,6 +45,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.close()
         return 0
     return 0
+
+
+def _set_log_level() -> None:
+    import logging
+    import os
+
+    level = os.environ.get("CLEAVE_LOG_LEVEL", "ERROR").upper()
+    known = logging.getLevelNamesMapping()
+    logging.basicConfig(level=known.get(level, logging.ERROR), format="%(asctime)s %(name)s %(levelname)s %(message)s")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -44,7 +44,7 @@ def test_losses_over_fp32_equal_plain_torch(devices: int, plain: list[float]) ->
     assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) < 1e-4
 
 
-@pytest.mark.parametrize(("wire", "share"), [("bf16", 0.01), ("fp16", 0.01), ("int8", 0.05)])
+@pytest.mark.parametrize(("wire", "share"), [("bf16", 0.01), ("fp16", 0.01), ("int8", 0.08)])
 def test_losses_over_a_smaller_wire_stay_near(wire: Any, share: float, plain: list[float]) -> None:
     with Fleet.local(2, wire=wire, offload="always") as fleet:
         ours = losses(distribute(make("wide-llama"), fleet))
