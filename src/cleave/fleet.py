@@ -139,7 +139,7 @@ class Fleet:
         self.cluster.wait_for_devices(count, timeout_s)
 
     def matmul(self, a: _Array, b: _Array) -> _Array:
-        """a @ b of two matrices, torch or numpy in, the same kind out."""
+        """a @ b of two matrices, computed in fp32; torch or numpy in, the same kind out."""
         left, right = (
             np.asarray(x if isinstance(x, np.ndarray) else x.detach().cpu(), dtype=np.float32) for x in (a, b)
         )
@@ -159,6 +159,9 @@ class Fleet:
 
     def close(self, reason: str = "done", *, rejoin: bool = False) -> None:
         self._service.stop(reason, rejoin=rejoin)
+        if rejoin:  # others wait for this server to return; those it started end with it
+            for process in self._processes:
+                process.terminate()
         for process in self._processes:
             try:
                 process.wait(5)

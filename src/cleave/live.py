@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from cleave.server.roster import Member
     from cleave.train.loop import Traffic
 
+_TOKEN_FILE = "token"
 _NOTHING_SENT = (
     "no gemm of this model is worth sending over these links, so the server computes all of it itself; add --offload "
     "always to send them anyway, a larger batch, or devices with faster links"
@@ -102,6 +103,10 @@ class _Run:
         self.fleet = Fleet(
             config.listen, token=config.token or "", wire=config.wire, offload=config.offload, listener=self.observe
         )
+        if config.token:
+            path = self._directory / _TOKEN_FILE
+            path.touch(mode=0o600)
+            path.write_text(config.token + "\n")
         self.observe(Note(text=f"devices join with: {self.fleet.join_command}"))
         if config.devices:
             self.fleet.start_devices(config.devices, threads=config.device_threads)
@@ -151,8 +156,14 @@ def _config(run_file: str | None, overrides: Mapping[str, object], directory: Pa
             raise InputError(f"there is no run to resume in {directory}: it has no config.toml; check --out")
     config = load_config(path, overrides)
     if config.token is None and not config.listen.startswith(("127.", "localhost:", "[::1]")):
-        config = replace(config, token=secrets.token_urlsafe(9))
+        config = replace(config, token=_kept_token(directory) or secrets.token_urlsafe(9))
     return config
+
+
+def _kept_token(directory: Path) -> str | None:
+    """The token a run made up when it began: devices that wait for it to resume know no other."""
+    path = directory / _TOKEN_FILE
+    return path.read_text().strip() or None if path.is_file() else None
 
 
 def _run_directory(run_file: str | None, overrides: Mapping[str, object], *, resume: bool) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -183,3 +184,29 @@ def test_a_copy_of_a_distributed_model_computes_too(fleet: Fleet) -> None:
     assert backward(twin, False) != backward(model, False)
     undistribute(model)
     assert abs(backward(undistribute(twin), False) - backward(copy.deepcopy(twin), False)) < 1e-6
+
+
+class Scaled(nn.Linear):
+    """A subclass that computes something else."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def test_layers_with_a_forward_of_their_own_are_left_alone(fleet: Fleet) -> None:
+    scaled, plain = Scaled(16, 16), nn.Linear(16, 16)
+    model = distribute(nn.Sequential(scaled, plain), fleet)
+    x = torch.randn(4, 16)
+    expected = nn.functional.linear(2 * nn.functional.linear(x, scaled.weight, scaled.bias), plain.weight, plain.bias)
+    assert type(scaled) is Scaled
+    torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_distributed_model_can_be_pickled_and_computes_by_itself(fleet: Fleet) -> None:
+    model = distribute(make("llama"), fleet)
+    loaded = pickle.loads(pickle.dumps(model))
+    before = fleet.cluster.totals().products
+    batch = tokens(0)
+    alone = loaded(input_ids=batch).logits
+    assert fleet.cluster.totals().products == before
+    torch.testing.assert_close(alone, model(input_ids=batch).logits, rtol=1e-4, atol=1e-5)

@@ -26,6 +26,7 @@ from cleave.wire.frame import PAYLOAD_BYTES, Buffer
 from cleave.wire.messages import AnyMessage
 
 _LEAVE_S = 2.0
+_AT_ONCE = -1  # before every result
 _MOST_WAITING = 3
 """Results in the line to the server beyond which sums stay where they are."""
 
@@ -70,9 +71,7 @@ class Worker:
         self._store = Store(kernel, offer.memory_bytes)
         self._done = contribution
         self._tasks: dict[int, _Running] = {}
-        self._results: asyncio.PriorityQueue[tuple[int, int, messages.Result, NDArray[np.uint8]]] = (
-            asyncio.PriorityQueue()
-        )
+        self._outgoing: asyncio.PriorityQueue[tuple[int, int, messages.FromDevice, Buffer]] = asyncio.PriorityQueue()
         self._work = asyncio.Event()
         self._order = 0
         self._down_bytes, self._down_s = 0, 0.0
@@ -154,7 +153,7 @@ class Worker:
             case messages.Probe(answer=answer):
                 if not 0 <= answer <= PAYLOAD_BYTES:
                     raise ProtocolError(f"expected a probe of at most {PAYLOAD_BYTES} bytes, got {answer}")
-                await self._channel.send(messages.Probed(down_s=link_s, payload=answer), bytes(answer))
+                self._put(_AT_ONCE, messages.Probed(down_s=link_s, payload=answer), bytes(answer))
             case messages.Bye():
                 return message
             case _:
@@ -174,7 +173,7 @@ class Worker:
                 encoded, took_s = await loop.run_in_executor(thread, _timed, chunk, self._kernel, running.message)
             except (MemoryError, RuntimeError) as fault:  # what numpy and torch raise where a product cannot be made
                 self._end(running.message.task)
-                await self._channel.send(messages.Failed(task=running.message.task, reason=repr(fault)[:200]))
+                self._put(_AT_ONCE, messages.Failed(task=running.message.task, reason=repr(fault)[:200]), b"")
                 continue
             flops, compute_s = flops + chunk.flops, compute_s + took_s
             if encoded is not None and chunk.part is not None:
@@ -183,9 +182,9 @@ class Worker:
 
     async def _send(self) -> messages.Bye | None:
         while True:
-            _, _, result, payload = await self._results.get()
-            await self._channel.send(result, payload.data)
-            self._done.up_bytes += result.payload
+            _, _, message, payload = await self._outgoing.get()
+            await self._channel.send(message, payload)
+            self._done.up_bytes += message.payload
             self._work.set()
 
     # -------------------------------------------------------------------------------------------- parts
@@ -193,7 +192,7 @@ class Worker:
     def _next(self) -> tuple[_Running | None, Chunk | None]:
         """The most urgent thing that can be computed now."""
         for running in sorted(self._tasks.values(), key=lambda entry: (entry.message.priority, entry.order)):
-            if running.task.only_returns and self._results.qsize() >= _MOST_WAITING:
+            if running.task.only_returns and self._outgoing.qsize() >= _MOST_WAITING:
                 continue
             chunk = running.task.next_chunk()
             if chunk is not None:
@@ -221,11 +220,15 @@ class Worker:
             payload=len(encoded),
         )
         self._down_bytes, self._down_s = 0, 0.0
-        self._order += 1
-        self._results.put_nowait((running.message.priority, self._order, message, encoded))
+        self._put(running.message.priority, message, encoded.data)
         if running.task.finished:
             self._done.tasks += 1
             self._end(running.message.task)
+
+    def _put(self, priority: int, message: messages.FromDevice, payload: Buffer) -> None:
+        """Into the sender's queue: neither receiving nor computing waits for the uplink."""
+        self._order += 1
+        self._outgoing.put_nowait((priority, self._order, message, payload))
 
     def _end(self, task: int) -> None:
         ended = self._tasks.pop(task, None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Sequence
@@ -45,6 +46,8 @@ from cleave.wire.frame import Buffer
 from cleave.wire.numbers import Codec, Matrix, NumpyCodec
 
 _REFRESH_S = 2.0
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -84,7 +87,7 @@ class Cluster:
         gone_s: float = 60.0,
     ) -> None:
         self.wire: WireFormat = wire
-        self._loop, self._listener, self._gone_s = loop, listener, gone_s
+        self._loop, self._listener, self._gone_s = loop, _harmless(listener), gone_s
         self._codec = codec or NumpyCodec()
         self._roster, self._ledger = Roster(), Ledger()
         self._staging = Staging(self._codec, self._release)
@@ -97,7 +100,7 @@ class Cluster:
             accepted=self._accept,
             orphaned=self._redo,
             fleet_changed=self._fleet_changed,
-            listener=listener,
+            listener=self._listener,
         )
         self._task_ids = itertools.count(1)
         self._tasks: dict[TaskId, tuple[Job, Piece]] = {}
@@ -113,6 +116,7 @@ class Cluster:
         self._gone_down = self._gone_up = self._products = 0
         self._waiting_s = 0.0
         self._refresher: asyncio.TimerHandle | None = None
+        self._closed: FleetGoneError | None = None
 
     # -------------------------------------------------------------------------------------------- any thread
 
@@ -215,11 +219,12 @@ class Cluster:
             self._refresher.cancel()
         if self._giving_up is not None:
             self._giving_up.cancel()
+        self._closed = FleetGoneError(f"the server closed: {reason}")
+        self._fail(self._closed)
         await self._dispatcher.close(reason, rejoin=rejoin)
-        self._fail(FleetGoneError(f"the server closed: {reason}"))
 
     def _start(self, job: Job) -> None:
-        if job.blocks:
+        if job.blocks and self._closed is None:
             self._cut(job, job.blocks, job.names)
         else:  # nobody was there
             self._replan(job, Block(-1, *_whole(job.product)))
@@ -292,6 +297,10 @@ class Cluster:
             job.open_tasks -= 1
 
     def _replan(self, job: Job, block: Block) -> None:
+        if self._closed is not None:
+            _fail(job, self._closed)
+        if job.done.done():  # failed
+            return
         profiles = self._fleet[1]
         if profiles is None:
             self._park(job, block)
@@ -369,6 +378,18 @@ class Cluster:
             self._dispatcher.handle(OperandsReleased(operands))
 
         self._loop.call_soon_threadsafe(release)
+
+
+def _harmless(listener: events.Listener) -> events.Listener:
+    """A listener that cannot write (a full disk) must not cost a device its tasks."""
+
+    def listen(event: events.AnyEvent) -> None:
+        try:
+            listener(event)
+        except Exception:
+            log.exception("an event could not be told: %s", event)
+
+    return listen
 
 
 def _fail(job: Job, fault: CleaveError) -> None:

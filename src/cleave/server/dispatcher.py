@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 
 from cleave import events
 from cleave.core.ledger import (
@@ -45,6 +46,7 @@ from cleave.wire.numbers import encoded_bytes
 _HANDSHAKE_S = 10.0
 _PROBES = 3
 _PROBE_BYTES = 1 << 20
+_GOODBYE_S = 2.0
 _MOST_FAILURES = 3
 _URGENT = -1  # before every task
 
@@ -149,12 +151,13 @@ class Dispatcher:
     async def close(self, reason: str, *, rejoin: bool) -> None:
         """Say goodbye to every device."""
         self._goodbye = reason
-        for channel in list(self._channels.values()):
-            try:
-                async with asyncio.timeout(2):
+
+        async def say(channel: Channel) -> None:
+            with suppress(ConnectionLost, TimeoutError):
+                async with asyncio.timeout(_GOODBYE_S):
                     await channel.send(messages.Bye(reason=reason, rejoin=rejoin))
-            except (ConnectionLost, TimeoutError):
-                continue
+
+        await asyncio.gather(*map(say, self._channels.values()))
 
     async def _welcome(self, channel: Channel) -> Member | None:
         async with asyncio.timeout(_HANDSHAKE_S):
@@ -252,7 +255,7 @@ class Dispatcher:
 
     def traffic(self) -> tuple[int, int]:
         """Bytes down and up of the devices that are here now."""
-        channels = self._channels.values()
+        channels = list(self._channels.values())
         return sum(c.sent_bytes for c in channels), sum(c.received_bytes for c in channels)
 
 

@@ -60,20 +60,25 @@ def distribute(
             _restore(module)
         module._cleave = _Site(sending, module, is_shared=id(module.weight) in shared)  # type: ignore[assignment]
         module.__class__ = _distributed_class(type(module))
-    model.register_load_state_dict_post_hook(lambda *_: sending.weights.changed())
+    sending.loading = model.register_load_state_dict_post_hook(_Loaded(sending))
     return model
 
 
 def undistribute(model: Module) -> Module:
     """Make every layer what it was."""
     for module in model.modules():
-        if isinstance(getattr(module, "_cleave", None), _Site):
+        site = getattr(module, "_cleave", None)
+        if isinstance(site, _Site):
+            if site.sending is not None:
+                site.sending.close()
             _restore(module)
     return model
 
 
 def _is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or (Conv1D is not None and isinstance(module, Conv1D))
+    """Whether it computes X W^T + b and nothing else: a subclass with a forward of its own stays as it is."""
+    plain = {nn.Linear.forward, _Distributed.forward} | ({Conv1D.forward} if Conv1D is not None else set())
+    return isinstance(module, nn.Linear | (Conv1D or nn.Linear)) and type(module).forward in plain
 
 
 def _shared_parameters(model: nn.Module) -> set[int]:
@@ -135,8 +140,11 @@ class _Sending:
         self.fleet, self.offload, self.say, self.immediate = fleet, offload, say, immediate
         self.weights = Weights(fleet)
         self.local_flops_per_s = local_flops_per_s() if offload == "auto" else 0.0
+        self._decided: dict[Linear, bool] = {}
+        self._decided_at = 0
         self.said: set[tuple[int, int, int, bool]] = set()
         self.here = threading.local()
+        self.loading: Any = None
 
     def is_worth_sending(self, linear: Linear) -> bool:
         """Whether the fleet is faster than this process; said once per size."""
@@ -149,7 +157,10 @@ class _Sending:
         if plan is None:  # nobody is there: this process can do it
             return False
         local_s = sum(gemm.flops for gemm in linear.gemms.values()) / self.local_flops_per_s
-        worth = plan.total_s < local_s
+        if self._decided_at != self.weights.steps:  # within a step the answer stays, or recomputing would differ
+            self._decided_at = self.weights.steps
+            self._decided.clear()
+        worth = self._decided.setdefault(linear, plan.total_s < local_s)
         key = (linear.tokens, linear.in_width, linear.out_width, worth)
         if key not in self.said:
             self.said.add(key)
@@ -160,8 +171,28 @@ class _Sending:
             )
         return worth
 
+    def close(self) -> None:
+        self.weights.close()
+        if self.loading is not None:
+            self.loading.remove()
+            self.loading = None
+
     def __deepcopy__(self, memo: object) -> _Sending:
         return self
+
+
+class _Loaded:
+    """Told when a model has loaded other weights; survives pickling as something that does nothing."""
+
+    def __init__(self, sending: _Sending | None = None) -> None:
+        self._sending = sending
+
+    def __call__(self, *_: object) -> None:
+        if self._sending is not None:
+            self._sending.weights.changed()
+
+    def __reduce__(self) -> Any:
+        return _Loaded, ()
 
 
 @dataclass(frozen=True)

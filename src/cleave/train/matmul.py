@@ -100,8 +100,9 @@ class Weights:
             return found[1]
 
     def close(self) -> None:
-        self._hook.remove()
-        self._known.clear()
+        """Let go of all operands; whoever asks again gets new ones."""
+        with self._lock:
+            self._known.clear()
 
     def _key(self, weight: torch.Tensor) -> tuple[object, ...]:
         flat = weight.detach().reshape(-1) if not weight.is_contiguous() else weight.detach().view(-1)
