@@ -7,6 +7,7 @@ vanished without a word is noticed. The handshake is the `websockets` library's,
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import ssl
 from collections.abc import Callable
@@ -67,7 +68,8 @@ async def dial(url: str) -> WebSocketChannel:
     except TimeoutError:
         raise ConnectionLost(f"no answer from {url} within {_OPEN_S:.0f} s") from None
     except OSError as fault:
-        raise ConnectionLost(f"cannot reach {url}: {fault.strerror or fault}") from None
+        why = os.strerror(fault.errno) if fault.errno and fault.errno > 0 else fault.strerror or fault
+        raise ConnectionLost(f"cannot reach {url}: {why}") from None
     except UnicodeError:  # a name no host can have
         raise InputError(_ADDRESS.format(url)) from None
     return WebSocketChannel(stream)
