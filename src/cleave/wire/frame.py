@@ -13,9 +13,10 @@ from cleave.errors import ProtocolError
 from cleave.wire import messages
 from cleave.wire.messages import AnyMessage
 
-PART_BYTES = 1 << 20
-"""Parts that are sent; larger ones are accepted up to MESSAGE_BYTES. Longer ones stall an event loop."""
 MESSAGE_BYTES = 4 << 20
+"""The longest byte string; longer ones stall an event loop."""
+PART_BYTES = MESSAGE_BYTES
+"""Parts as they are sent: a payload of one part needs no putting together."""
 HEADER_BYTES = 64 << 10
 PAYLOAD_BYTES = 64 << 20
 

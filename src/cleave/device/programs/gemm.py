@@ -17,7 +17,7 @@ from cleave.device.store import Operand, Store
 from cleave.errors import ProtocolError
 from cleave.wire.messages import Gemm
 
-_RESULT_ELEMENTS = 1 << 21  # a rectangle of about 8 MB
+_RESULT_ELEMENTS = 1 << 20  # a rectangle of about 4 MB: one part of a payload
 _LEAST_SIDE = 512
 """Rows, columns or inner rows worth a product: a BLAS packs its other operand anew for each; 128 cost half again."""
 _WIDEST = 8 * _LEAST_SIDE
