@@ -22,6 +22,8 @@ from cleave.wire.messages import Layout
 
 Matrix = NDArray[np.float32]
 WORKERS = 2
+PRIORITIES: dict[Layout, int] = {"nn": 0, "nt": 1, "tn": 2}
+"""As in training: gradients of weights are waited for last. Ray has no such thing."""
 ROLES: dict[Layout, Role] = {"nt": "forward", "nn": "grad_input", "tn": "grad_weight"}
 
 
@@ -80,7 +82,7 @@ class Cleave:
                 linear = Linear(tokens=a.rows, in_width=b.cols, out_width=b.rows, roles=("grad_input",))
             case "tn":
                 linear = Linear(tokens=a.rows, in_width=b.cols, out_width=a.cols, roles=("grad_weight",))
-        return self.cluster.submit(ROLES[layout], (a,), (b,), linear), a, b
+        return self.cluster.submit(ROLES[layout], (a,), (b,), linear, priority=PRIORITIES[layout]), a, b
 
     def finish(self, started: Any) -> Matrix:
         return self.cluster.wait(started[0])[0]
@@ -114,7 +116,9 @@ class Dask:
 
     def start(self, layout: Layout, a: Any, b: Any) -> Any:
         futures = [
-            self._client.submit(multiply, layout, left, right, workers=[worker], pure=False)
+            self._client.submit(
+                multiply, layout, left, right, workers=[worker], pure=False, priority=-PRIORITIES[layout]
+            )
             for left, right, worker in zip(a, b, self._workers, strict=True)
         ]
         return layout, futures
