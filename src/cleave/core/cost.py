@@ -19,6 +19,7 @@ from typing import Literal
 import numpy as np
 
 from cleave.core.fleet import Floats, Ints, Profiles
+from cleave.core.graph import Role
 
 WireFormat = Literal["fp32", "bf16", "fp16", "int8"]
 WIRE_BYTES: dict[WireFormat, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
@@ -33,6 +34,8 @@ TILE_BYTES = 16e6
 PANEL = 256
 """Inner length of a panel where operands do not fit whole and partial sums stay on the device in fp32."""
 ACCUMULATOR_BYTES = 4
+DEVICE_BYTES = 4
+"""A live device holds numbers as fp32, whatever the wire."""
 
 Real = Floats | float
 _TINY = 1e-300
@@ -120,6 +123,33 @@ def finish_s(unit: UnitCosts, rows: Floats, cols: Floats, inner: Real) -> Floats
     busy = np.maximum(np.maximum(unit.mac_s * inner, unit.up_s) * area, _TINY)
     share = np.minimum(down / (2 * busy), 1.0)
     return np.where(area > 0, unit.latency_s + np.maximum(down, busy * (1 + share * share)), 0.0)
+
+
+def row_costs_s(unit: UnitCosts, in_width: int, out_width: int) -> tuple[dict[Role, Floats], dict[Role, Floats]]:
+    """A layer cut by tokens, with W held: seconds of each device per token, and however few tokens it takes, by role.
+
+    Per token a device is busy with the slowest of its links and its compute; dW needs no download, as X and dY are
+    there already, and returns one partial sum of the size of W.
+    """
+    k, n = in_width, out_width
+    mac_s = unit.mac_s * (k * n)
+    per_row: dict[Role, Floats] = {
+        "forward": np.maximum(np.maximum(k * unit.down_s, mac_s), n * unit.up_s),
+        "grad_input": np.maximum(np.maximum(n * unit.down_s, mac_s), k * unit.up_s),
+        "grad_weight": mac_s,
+    }
+    fixed: dict[Role, Floats] = {
+        "forward": unit.latency_s,
+        "grad_input": unit.latency_s,
+        "grad_weight": unit.latency_s + unit.up_s * (k * n),
+    }
+    return per_row, fixed
+
+
+def rows_beside_weights(unit: UnitCosts, in_width: int, out_width: int, *, sums: bool) -> Floats:
+    """The most tokens each device holds (X, dY and a result of each) beside W and, with `sums`, a partial dW."""
+    room = unit.memory_bytes / DEVICE_BYTES - in_width * out_width * (2 if sums else 1)
+    return np.floor(np.maximum(room, 0.0) / (in_width + out_width + max(in_width, out_width)))
 
 
 def transfers_bytes(unit: UnitCosts, rows: Floats, cols: Floats, inner: Real) -> tuple[Floats, Floats]:

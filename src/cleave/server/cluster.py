@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cleave import events
-from cleave.core.cost import WireFormat
+from cleave.core.cost import DEVICE_BYTES, WireFormat
 from cleave.core.fleet import Profiles
 from cleave.core.graph import Role
 from cleave.core.ledger import (
@@ -34,7 +34,7 @@ from cleave.core.ledger import (
     TaskId,
     TasksSubmitted,
 )
-from cleave.core.planner.linear import DEVICE_BYTES, Block, Linear, LinearPlan, plan_linear
+from cleave.core.planner.linear import Block, Linear, LinearPlan, plan_linear
 from cleave.errors import CleaveError, FleetGoneError, InfeasibleError
 from cleave.server.dispatcher import Dispatcher
 from cleave.server.products import LAYOUTS, Piece, Product
@@ -113,7 +113,7 @@ class Cluster:
         self._planning = threading.Lock()
         self._fleet: tuple[int, Profiles | None] = (0, None)
         self._arrival = threading.Condition()
-        self._gone_down = self._gone_up = self._products = 0
+        self._products = 0
         self._waiting_s = 0.0
         self._refresher: asyncio.TimerHandle | None = None
         self._closed: FleetGoneError | None = None
@@ -202,17 +202,13 @@ class Cluster:
 
     def totals(self) -> Totals:
         down, up = self._dispatcher.traffic()
-        return Totals(self.devices, self._gone_down + down, self._gone_up + up, self._waiting_s, self._products)
+        return Totals(self.devices, down, up, self._waiting_s, self._products)
 
     # -------------------------------------------------------------------------------------------- event loop
 
     async def serve(self, channel: Channel) -> None:
         """A device's whole stay."""
-        try:
-            await self._dispatcher.serve(channel)
-        finally:
-            self._gone_down += channel.sent_bytes
-            self._gone_up += channel.received_bytes
+        await self._dispatcher.serve(channel)
 
     async def close(self, reason: str, *, rejoin: bool) -> None:
         if self._refresher is not None:

@@ -88,6 +88,7 @@ class Dispatcher:
         self._channels: dict[DeviceId, Channel] = {}
         self._result: tuple[messages.Result, Buffer] | None = None
         self._goodbye = ""
+        self._gone_down = self._gone_up = 0
 
     def handle(self, event: Event) -> None:
         """Let the ledger decide on an event, and do what it says."""
@@ -238,7 +239,9 @@ class Dispatcher:
     def _remove(self, member: Member, reason: str) -> None:
         name = DeviceId(member.name)
         lost = self._ledger.unfinished(name)
-        self._channels.pop(name, None)
+        channel = self._channels.pop(name)
+        self._gone_down += channel.sent_bytes
+        self._gone_up += channel.received_bytes
         self._lines.pop(name, None)
         self._roster.remove(member.name)
         self._listener(events.DeviceLeft(device=member.name, reason=reason, lost_tasks=lost))
@@ -254,9 +257,10 @@ class Dispatcher:
                 line.put(_URGENT, [(messages.Probe(answer=0), b"")])
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes down and up of the devices that are here now."""
+        """Bytes down and up so far, of devices that left too."""
         channels = list(self._channels.values())
-        return sum(c.sent_bytes for c in channels), sum(c.received_bytes for c in channels)
+        down, up = sum(c.sent_bytes for c in channels), sum(c.received_bytes for c in channels)
+        return self._gone_down + down, self._gone_up + up
 
 
 def _check(result: messages.Result) -> None:

@@ -15,9 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cleave.core.cost import WireFormat
+from cleave.core.cost import DEVICE_BYTES, WireFormat
 from cleave.core.ledger import Operand, OperandId
-from cleave.core.planner.linear import DEVICE_BYTES
 from cleave.wire.messages import Store
 from cleave.wire.numbers import Codec, Encoded, Matrix, encoded_bytes
 

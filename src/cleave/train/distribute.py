@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -22,7 +22,7 @@ from torch import nn
 from cleave.core.graph import Role
 from cleave.core.planner.linear import Linear
 from cleave.errors import InfeasibleError, ModelError
-from cleave.train.matmul import Call, Multiplier, Weights, apply, local_flops_per_s, wire_format
+from cleave.train.matmul import Call, Multiplier, Weights, apply, local_flops_per_s, version, wire_format
 
 try:
     from transformers.pytorch_utils import Conv1D
@@ -231,7 +231,7 @@ class _Site:
             return None
         here = sending.here
         waiting: dict[_Site, _Waiting] = here.__dict__.setdefault("waiting", {})
-        state = (_version_of(x), torch.is_grad_enabled(), dtype)
+        state = (version(x), torch.is_grad_enabled(), dtype)
         found = waiting.pop(self, None)
         if found is not None and found.x() is x and found.state == state:
             return found.y
@@ -328,12 +328,3 @@ def _sizes(
 def _compute_dtype(x: torch.Tensor) -> torch.dtype:
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-def _version_of(x: torch.Tensor) -> int:
-    return -1 if x.is_inference() else x._version
-
-
-def distributed_layers(model: nn.Module) -> Iterator[nn.Module]:
-    """The layers whose gemms go to a fleet."""
-    return (module for module in model.modules() if isinstance(module, _Distributed))

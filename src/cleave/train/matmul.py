@@ -80,7 +80,7 @@ class Weights:
             if weights is not None:
                 weights.changed()
 
-        self._hook = register_optimizer_step_post_hook(stepped)
+        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     def changed(self) -> None:
         """Trained parameters have new values."""
@@ -108,7 +108,7 @@ class Weights:
         flat = weight.detach().reshape(-1) if not weight.is_contiguous() else weight.detach().view(-1)
         samples = tuple(flat[:: max(1, flat.numel() // _SAMPLES)].tolist())
         steps = self.steps if weight.requires_grad else -1
-        return steps, _version(weight), weight.data_ptr(), samples
+        return steps, version(weight), weight.data_ptr(), samples
 
 
 def bind(operand: Operand, tensor: torch.Tensor, format: WireFormat) -> None:
@@ -120,7 +120,8 @@ def bind(operand: Operand, tensor: torch.Tensor, format: WireFormat) -> None:
         operand.bind(matrix.float().numpy())
 
 
-def _version(tensor: torch.Tensor) -> int:
+def version(tensor: torch.Tensor) -> int:
+    """Torch's count of writes in place; tensors of inference mode have none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -178,7 +179,7 @@ class _Layers(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
         ctx.call, ctx.operand, ctx.weights = call, operand, weights
-        ctx.directs, ctx.biased = directs, [bias is not None for bias in biases]
+        ctx.biased = [bias is not None for bias in biases]
         ys = [_shaped(y, x, call.dtype) for y in outputs]
         for y, bias in zip(ys, biases, strict=True):
             if bias is not None:

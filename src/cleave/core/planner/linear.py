@@ -19,14 +19,21 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from cleave.core.bound import bound_2d
-from cleave.core.cost import WIRE_BYTES, Server, WireFormat, finish_s, unit_costs
+from cleave.core.cost import (
+    DEVICE_BYTES,
+    WIRE_BYTES,
+    Server,
+    WireFormat,
+    finish_s,
+    row_costs_s,
+    rows_beside_weights,
+    unit_costs,
+)
 from cleave.core.fleet import Floats, Ints, Profiles
 from cleave.core.graph import Gemm, Role
 from cleave.core.planner.gemm import plan_gemm
 from cleave.errors import InfeasibleError
 
-DEVICE_BYTES = 4
-"""A device holds numbers as fp32, whatever the wire."""
 _WORTH_SEARCHING = 1.15  # rows are kept unless blocks could be, and are, this much faster: plans should be steady
 
 
@@ -95,28 +102,15 @@ def _by_rows(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPlan
     """None where no device holds W whole beside some tokens, and their results."""
     k, n = linear.in_width, linear.out_width
     unit = unit_costs(profiles, wire, Server())
-    weights = float(k * n)
-    mac_s = weights * unit.mac_s
-    per_row: dict[Role, Floats] = {
-        "forward": np.maximum(np.maximum(k * unit.down_s, mac_s), n * unit.up_s),
-        "grad_input": np.maximum(np.maximum(n * unit.down_s, mac_s), k * unit.up_s),
-        "grad_weight": mac_s,
-    }
-    fixed: dict[Role, Floats] = {
-        "forward": unit.latency_s,
-        "grad_input": unit.latency_s,
-        "grad_weight": unit.latency_s + weights * unit.up_s,
-    }
     roles = linear.roles
-    if "forward" in roles or "grad_input" in roles:
-        fixed[roles[0]] = fixed[roles[0]] + weights * unit.down_s  # W comes with whoever needs it first
+    per_row, fixed = row_costs_s(unit, k, n)
+    if roles[0] != "grad_weight":
+        fixed[roles[0]] = fixed[roles[0]] + unit.down_s * (k * n)  # W comes with whoever needs it first
 
     def total(of: dict[Role, Floats]) -> Floats:
         return np.sum([of[role] for role in roles], axis=0)
 
-    # W and a partial dW, and per token X, dY, and a result
-    room = profiles.memory_bytes / DEVICE_BYTES - weights * (2 if "grad_weight" in roles else 1)
-    most = np.floor(np.maximum(room, 0.0) / (k + n + max(k, n)))
+    most = rows_beside_weights(unit, k, n, sums="grad_weight" in roles)
     shares = fill(linear.tokens, total(fixed), total(per_row), most)
     if shares is None:
         return None

@@ -2,7 +2,7 @@
 
 Strips of both operands come in turn, so what can be computed grows as a square (nt): new rows against all columns so
 far, then new columns against the rows before. With inner rows (tn) the block is a sum over strips, returned at the
-end; else (nn) rows follow once b is whole. Rectangles are about a megabyte, so that results go up while the next is
+end; else (nn) rows follow once b is whole. Rectangles are about four megabytes, so that results go up while the next is
 computed. Which rectangle comes next is decided here; multiplying and sending are the worker's.
 """
 
