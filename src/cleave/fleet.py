@@ -17,6 +17,7 @@ from cleave.core.planner.linear import Linear
 from cleave.errors import InputError
 from cleave.server.cluster import Cluster
 from cleave.server.http import Service
+from cleave.server.keys import Keys
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,7 @@ class Fleet:
         self._processes: list[subprocess.Popen[bytes]] = []
 
         def make(loop: Any) -> Cluster:
-            return Cluster(loop, wire=wire, token=token, codec=_fastest_codec(), listener=listener, gone_s=gone_s)
+            return Cluster(loop, wire=wire, keys=Keys(token), codec=_fastest_codec(), listener=listener, gone_s=gone_s)
 
         self._service = Service(listen, make)
         self._service.start()

@@ -37,6 +37,7 @@ from cleave.core.ledger import (
 from cleave.core.planner.linear import Block, Linear, LinearPlan, plan_linear
 from cleave.errors import CleaveError, FleetGoneError, InfeasibleError
 from cleave.server.dispatcher import Dispatcher
+from cleave.server.keys import Keys
 from cleave.server.products import LAYOUTS, Piece, Product
 from cleave.server.roster import Member, Roster
 from cleave.server.staging import Staging, Tensor
@@ -81,7 +82,7 @@ class Cluster:
         loop: asyncio.AbstractEventLoop,
         *,
         wire: WireFormat = "fp32",
-        token: str = "",
+        keys: Keys | None = None,
         codec: Codec | None = None,
         listener: events.Listener = lambda event: None,
         gone_s: float = 60.0,
@@ -95,7 +96,7 @@ class Cluster:
             ledger=self._ledger,
             roster=self._roster,
             staging=self._staging,
-            token=token,
+            keys=keys or Keys(),
             describe=self._describe,
             accepted=self._accept,
             orphaned=self._redo,

@@ -8,7 +8,6 @@ back to the cluster; no other device notices. All of it lives in the server's ev
 from __future__ import annotations
 
 import asyncio
-import hmac
 import itertools
 import logging
 import math
@@ -35,6 +34,7 @@ from cleave.core.ledger import (
 )
 from cleave.core.rectangles import Rectangle
 from cleave.errors import CleaveError, ConnectionLost, ProtocolError
+from cleave.server.keys import Keys
 from cleave.server.roster import Member, Roster
 from cleave.server.staging import Staging
 from cleave.transport.base import Channel, Received
@@ -74,14 +74,14 @@ class Dispatcher:
         ledger: Ledger,
         roster: Roster,
         staging: Staging,
-        token: str,
+        keys: Keys,
         describe: Callable[[Start], messages.Run],
         accepted: Accepted,
         orphaned: Callable[[list[Orphan]], None],
         fleet_changed: Callable[[], None],
         listener: events.Listener,
     ) -> None:
-        self._ledger, self._roster, self._staging, self._token = ledger, roster, staging, token
+        self._ledger, self._roster, self._staging, self._keys = ledger, roster, staging, keys
         self._describe, self._accepted, self._orphaned = describe, accepted, orphaned
         self._fleet_changed, self._listener = fleet_changed, listener
         self._lines: dict[DeviceId, _Line] = {}
@@ -188,7 +188,7 @@ class Dispatcher:
             return (
                 f"this server speaks protocol version {messages.VERSION}, not {hello.version}; install the same release"
             )
-        if not hmac.compare_digest(hello.token.encode(), self._token.encode()):
+        if self._keys.identify(hello.token) is None:
             return "wrong or missing token; ask the owner of the run for it and set --token or CLEAVE_TOKEN"
         if not (0 < hello.flops_per_s < 1e18 and 0 < hello.memory_bytes < 1 << 50):
             return "expected positive flops_per_s and memory_bytes; measure again"
