@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
 
 import msgspec
+
+from cleave.disk import MOST_WAITING, AppendedFile
 
 
 def _snake(name: str) -> str:
@@ -49,6 +50,35 @@ class DeviceLeft(Event, frozen=True, kw_only=True):
     lost_tasks: int
 
 
+class DeviceLate(Event, frozen=True, kw_only=True):
+    """Its work is given to others too; it gets no more until it speaks again."""
+
+    device: str
+
+
+class DeviceIdle(Event, frozen=True, kw_only=True):
+    """With it, every product would end later than without."""
+
+    device: str
+    reason: str
+
+
+class ResultRefused(Event, frozen=True, kw_only=True):
+    """A result was found wrong; its block is computed again by another device."""
+
+    device: str
+    reason: str
+
+
+class Recovered(Event, frozen=True, kw_only=True):
+    """All that a device left unfinished has been computed by others."""
+
+    device: str
+    blocks: int
+    seconds: float
+    """From the moment its loss was noticed."""
+
+
 class Paused(Event, frozen=True, kw_only=True):
     """No device is there; work waits."""
 
@@ -71,6 +101,8 @@ class StepDone(Event, frozen=True, kw_only=True):
     seconds: float
     waiting_s: float
     """Of `seconds`, how long the training loop stood waiting for devices."""
+    checking_s: float = 0.0
+    """How long the server was busy checking results."""
     devices: int
     down_bytes: int
     up_bytes: int
@@ -93,7 +125,8 @@ class Resumed(Event, frozen=True, kw_only=True):
 
 class RunFinished(Event, frozen=True, kw_only=True):
     step: int
-    loss: float
+    loss: float | None
+    """Of the last finished step; None if there is none, for JSON has no NaN."""
     reason: str
     """`done`, or what stopped it."""
 
@@ -102,6 +135,10 @@ AnyEvent = (
     RunStarted
     | DeviceJoined
     | DeviceLeft
+    | DeviceLate
+    | DeviceIdle
+    | ResultRefused
+    | Recovered
     | Paused
     | Note
     | StepDone
@@ -114,37 +151,35 @@ Listener = Callable[[AnyEvent], None]
 
 
 class EventLog:
-    """Appends events to a file, each line whole: a crash can tear only the last one, which `read_events` skips."""
+    """Appends events to a file, each line whole: a crash can tear only the last one, which `read_events` skips.
 
-    def __init__(self, path: Path, clock: Callable[[], float]) -> None:
+    A disk that is full ends no run: events wait in memory for room, and a note says how many were too many to keep.
+    """
+
+    def __init__(self, path: Path, clock: Callable[[], float], *, most_waiting: int = MOST_WAITING) -> None:
         self._clock = clock
         self._encoder = msgspec.json.Encoder()
-        torn = path.exists() and not _ends_with_newline(path)
-        self._file: IO[bytes] = path.open("ab", buffering=0)
-        if torn:
-            self._file.write(b"\n")
+        self._file = AppendedFile(path, end=b"\n", most_waiting=most_waiting)
+        self._told = 0
 
     def __call__(self, event: AnyEvent) -> None:
-        stamped = msgspec.structs.replace(event, time_s=self._clock())
-        self._file.write(self._encoder.encode(stamped) + b"\n")
+        self._append(event)
+        if (dropped := self._file.dropped) > self._told and not self._file.waiting:
+            self._append(Note(text=f"the disk was full for so long that {dropped - self._told} events are not here"))
+            self._told = dropped
 
     def close(self) -> None:
         self._file.close()
 
+    def _append(self, event: AnyEvent) -> None:
+        self._file.write(self._encoder.encode(msgspec.structs.replace(event, time_s=self._clock())) + b"\n")
+
 
 def read_events(path: Path) -> Iterator[AnyEvent]:
-    """The events of a log, without lines that a crash tore."""
+    """The events of a log, without lines that a crash tore; NULs are what a lost power line may leave of a line."""
     decoder = msgspec.json.Decoder(AnyEvent)
     for line in path.read_bytes().splitlines():
         try:
-            yield decoder.decode(line)
-        except msgspec.DecodeError:
+            yield decoder.decode(line.strip(b"\0"))
+        except (msgspec.DecodeError, UnicodeDecodeError):
             continue
-
-
-def _ends_with_newline(path: Path) -> bool:
-    with path.open("rb") as file:
-        if file.seek(0, 2) == 0:
-            return True
-        file.seek(-1, 2)
-        return file.read(1) == b"\n"

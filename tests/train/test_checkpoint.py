@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from cleave.errors import CleaveError, InputError
-from cleave.train.checkpoint import Position, RandomState, latest, path_of, restore, save
+from cleave.train.checkpoint import Position, RandomState, damaged, latest, path_of, restore, save
 from cleave.train.models import build_model
 
 MakeOptimizer = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -193,3 +196,76 @@ def test_a_checkpoint_of_another_model_optimizer_or_format_is_refused(tmp_path: 
     state.write_text(state.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(InputError, match="has format 2, this Cleave reads 1"):
         restore(checkpoint, model, optimizer)
+
+
+# ------------------------------------------------------------------------------------------------ death, full disks
+
+
+def _dying(*arguments: object) -> str:
+    script = Path(__file__).with_name("dying_saves.py")
+    result = subprocess.run(
+        [sys.executable, str(script), *map(str, arguments)], capture_output=True, text=True, timeout=500, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.timeout(600)
+def test_a_kill_at_any_moment_costs_no_finished_save(tmp_path: Path) -> None:
+    assert _dying("at-random", tmp_path, 20).startswith("20 kills")
+
+
+@pytest.mark.timeout(600)
+def test_a_kill_before_any_operation_on_the_disk_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+    kills = int(_dying("at-each-operation", tmp_path).split()[0])
+    assert kills > 6 * 10  # six ways of saving, and none of them is a matter of a few operations
+
+
+def _names(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("size", [0, 50, 300, 1000])
+@pytest.mark.parametrize("again", [False, True], ids=["next", "same"])
+def test_a_save_that_fails_leaves_what_was_there_and_nothing_else(
+    tmp_path: Path, size: int, again: bool, limit_files: Callable[[int | None], None]
+) -> None:
+    model, optimizer = _saved(tmp_path, [1, 2])
+    limit_files(size)
+    with pytest.raises(CleaveError, match="cannot write the checkpoint"):
+        save(tmp_path, model, optimizer, _position(2 if again else 3), keep=1)
+    limit_files(None)
+    assert _names(tmp_path) == ["step-000001", "step-000002"]
+    assert not damaged(tmp_path)
+    assert save(tmp_path, model, optimizer, _position(3), keep=1).step == 3
+
+
+def _large() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Its checkpoints are of 0.8 MB, so that two fit on a disk of 2 MB."""
+    model = torch.nn.Linear(320, 320)
+    return model, _trained(model, OPTIMIZERS["sgd"])
+
+
+def test_on_a_disk_for_two_the_one_beyond_keep_makes_room_for_the_next(mount_disk: Callable[[int], Path]) -> None:
+    small_disk = mount_disk(2 << 20)
+    model, optimizer = _large()
+    for step in range(1, 6):
+        save(small_disk, model, optimizer, _position(step), keep=2)
+    assert _names(small_disk) == ["step-000004", "step-000005"]
+
+
+def test_on_a_full_disk_the_last_good_checkpoint_never_makes_room(mount_disk: Callable[[int], Path]) -> None:
+    small_disk = mount_disk(2 << 20)
+    model, optimizer = _large()
+    for step in (1, 2):
+        save(small_disk, model, optimizer, _position(step), keep=2)
+    (path_of(small_disk, 2) / "state.json").write_text("{")
+    free = shutil.disk_usage(small_disk).free
+    with pytest.raises(CleaveError, match=r"No space left on device.*; make room there"):
+        save(small_disk, model, optimizer, _position(3), keep=2)
+    good = latest(small_disk)
+    assert good is not None
+    assert good.step == 1
+    assert shutil.disk_usage(small_disk).free == free
+    shutil.rmtree(path_of(small_disk, 2))
+    assert save(small_disk, model, optimizer, _position(3), keep=2).step == 3

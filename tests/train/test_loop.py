@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import signal
 import threading
+import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -20,12 +22,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 from cleave.config import TrainConfig, load_config
 from cleave.errors import CleaveError, InputError, ModelError
 from cleave.events import AnyEvent, CheckpointSaved, Evaluated, Note, Resumed, RunFinished, RunStarted, StepDone
-from cleave.train import checkpoint
+from cleave.train import checkpoint, saving
 from cleave.train.data import Batches, ByteTokenizer, open_corpus, split
 from cleave.train.loop import Summary, Traffic, learning_rate, run
 from cleave.train.models import build_model, generate_text
 
 Wrap = Callable[[torch.nn.Module], torch.nn.Module]
+Limit = Callable[[int | None], None]
 TEXT = "".join(f"the {number} sheep jumped over {number * 7 % 13} gates\n" for number in range(300))
 
 
@@ -68,9 +71,15 @@ def _run(
     wrap: Wrap = lambda model: model,
     resume: bool = False,
     events: list[AnyEvent] | None = None,
+    act: Callable[[AnyEvent], object] = lambda event: None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Summary:
-    observe = (lambda event: None) if events is None else events.append
-    return run(config, directory, wrap=wrap, observe=observe, traffic=Traffic, resume=resume)
+    def observe(event: AnyEvent) -> None:
+        act(event)
+        if events is not None:
+            events.append(event)
+
+    return run(config, directory, wrap=wrap, observe=observe, traffic=Traffic, resume=resume, clock=clock)
 
 
 def _before_forward(number: int, act: Callable[[], object]) -> Wrap:
@@ -192,6 +201,141 @@ def test_an_interrupt_saves_the_last_finished_step_and_says_how_to_go_on(
     assert any(isinstance(event, Note) and f"--resume --out {tmp_path / 'run'}" in event.text for event in events)
     assert signal.getsignal(number) == handler
     assert _run(config, tmp_path / "run", resume=True).losses == _run(config, tmp_path / "whole").losses
+
+
+@pytest.mark.parametrize(("minutes", "saved"), [(0, [6]), (0.5, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (2.5, [3, 6])])
+def test_a_checkpoint_is_written_when_its_minutes_have_passed(
+    config: TrainConfig, tmp_path: Path, minutes: float, saved: list[int]
+) -> None:
+    now_s = 0.0
+
+    def a_minute_a_step(event: AnyEvent) -> None:
+        nonlocal now_s
+        now_s += 60 * isinstance(event, StepDone)
+
+    events: list[AnyEvent] = []
+    config = replace(config, save_minutes=minutes)
+    _run(config, tmp_path / "run", events=events, act=a_minute_a_step, clock=lambda: now_s)
+    assert [event.step for event in events if isinstance(event, CheckpointSaved)] == saved
+
+
+def _at_steps(actions: dict[int, Callable[[], object]]) -> Callable[[AnyEvent], object]:
+    return lambda event: actions.get(event.step, lambda: None)() if isinstance(event, StepDone) else None
+
+
+def test_a_full_disk_is_told_once_and_saves_go_on_when_there_is_room(
+    config: TrainConfig, tmp_path: Path, limit_files: Limit
+) -> None:
+    config = replace(config, save_every=1)
+    events: list[AnyEvent] = []
+    act = _at_steps({2: lambda: limit_files(1000), 5: lambda: limit_files(None)})
+    summary = _run(config, tmp_path / "run", events=events, act=act)
+    assert summary.losses == _run(config, tmp_path / "whole").losses
+    notes = [event.text for event in events if isinstance(event, Note)]
+    assert len(notes) == 1
+    assert "cannot write the checkpoint" in notes[0]
+    assert "training goes on" in notes[0]
+    assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [1, 5, 6]
+
+
+def test_a_full_disk_costs_tensorboard_no_step(config: TrainConfig, tmp_path: Path, limit_files: Limit) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    act = _at_steps({2: lambda: limit_files(500), 5: lambda: limit_files(None)})
+    summary = _run(replace(config, tensorboard=True), tmp_path / "run", act=act)
+    read = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    read.Reload()
+    assert [event.value for event in read.Scalars("loss/training")] == pytest.approx(summary.losses)
+
+
+def test_a_full_disk_at_the_end_raises_one_sentence_and_costs_no_older_checkpoint(
+    config: TrainConfig, tmp_path: Path, limit_files: Limit
+) -> None:
+    events: list[AnyEvent] = []
+    act = _at_steps({5: lambda: limit_files(1000)})
+    with pytest.raises(CleaveError, match=r"cannot write the checkpoint .*step-000006"):
+        _run(replace(config, save_every=4), tmp_path / "run", events=events, act=act)
+    limit_files(None)
+    assert not any(isinstance(event, Note) for event in events)
+    assert _run(config, tmp_path / "run", resume=True).losses == _run(config, tmp_path / "whole").losses
+
+
+def test_a_model_that_cannot_be_written_at_the_end_is_written_by_a_resume(
+    config: TrainConfig, tmp_path: Path, limit_files: Limit
+) -> None:
+    def fill(event: AnyEvent) -> None:
+        if isinstance(event, RunFinished):
+            limit_files(1000)
+
+    with pytest.raises(CleaveError, match=r"done and saved, .*; make room, then: cleave train --resume --out"):
+        _run(config, tmp_path / "run", act=fill)
+    limit_files(None)
+    assert _run(config, tmp_path / "run", resume=True).exported == tmp_path / "run" / "model"
+
+
+def test_a_full_disk_does_not_hide_what_stopped_the_run(
+    config: TrainConfig, tmp_path: Path, limit_files: Limit
+) -> None:
+    def wrap(model: torch.nn.Module) -> torch.nn.Module:
+        steps = 0
+
+        def spoil(gradient: torch.Tensor) -> torch.Tensor:
+            nonlocal steps
+            steps += 1
+            return gradient * (math.inf if steps == 4 else 1)
+
+        next(model.parameters()).register_hook(spoil)
+        return model
+
+    events: list[AnyEvent] = []
+    act = _at_steps({3: lambda: limit_files(1000)})
+    with pytest.raises(CleaveError, match=r"step 4's gradient is .*step 2 is saved"):
+        _run(replace(config, save_every=2), tmp_path / "run", wrap=wrap, events=events, act=act)
+    assert sum(isinstance(event, Note) for event in events) == 1
+
+
+def test_settings_are_whole_whatever_the_disk_does(config: TrainConfig, tmp_path: Path, limit_files: Limit) -> None:
+    _run(replace(config, steps=1), tmp_path / "run")
+    before = (tmp_path / "run" / "config.toml").read_bytes()
+    limit_files(100)
+    with pytest.raises(InputError, match=r"cannot write .*config\.toml: .*; make room there"):
+        _run(replace(config, steps=2), tmp_path / "run", resume=True)
+    saving.keep_settings(replace(config, steps=1), tmp_path / "run")  # what stands there needs no room
+    limit_files(None)
+    assert (tmp_path / "run" / "config.toml").read_bytes() == before
+    assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
+
+
+def test_a_run_is_not_begun_anew_because_its_checkpoints_are_damaged(config: TrainConfig, tmp_path: Path) -> None:
+    _run(replace(config, steps=1), tmp_path / "run")
+    (checkpoint.path_of(tmp_path / "run", 1) / "state.json").unlink()
+    for resume in (True, False):
+        with pytest.raises(InputError, match=r"none of the 1 there is: step-000001; bring one back .* or move them"):
+            _run(config, tmp_path / "run", resume=resume)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_swallows_in_a_finalizer_is_not_lost(config: TrainConfig, tmp_path: Path) -> None:
+    def strike() -> None:
+        weakref.finalize(lambda: None, signal.raise_signal, signal.SIGINT)  # and so it is finalized at once
+
+    summary = _run(config, tmp_path / "run", wrap=_before_forward(3, strike))
+    assert (summary.reason, summary.step) == ("interrupted", 3)
+
+
+def test_a_second_interrupt_waits_for_the_save_of_the_first(config: TrainConfig, tmp_path: Path) -> None:
+    wrap = _before_forward(3, lambda: signal.raise_signal(signal.SIGINT))
+    events: list[AnyEvent] = []
+
+    def impatient(event: AnyEvent) -> None:
+        if isinstance(event, CheckpointSaved):
+            signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        _run(config, tmp_path / "run", wrap=wrap, events=events, act=impatient)
+    assert any(isinstance(event, Note) and "go on with" in event.text for event in events)
+    good = checkpoint.latest(tmp_path / "run")
+    assert good is not None
+    assert good.step == 2
 
 
 def test_an_interrupt_in_the_middle_of_an_update_waits_for_its_end(config: TrainConfig, tmp_path: Path) -> None:

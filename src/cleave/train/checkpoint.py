@@ -6,9 +6,12 @@
                               state.json                               step, data position, random states, losses
                               manifest.json                            size and checksum of each file above
 
-A directory of that name is never half-written: its files go to a temporary sibling, are forced to disk, and the sibling
-is renamed. Nothing is pickled, so opening a stranger's checkpoint runs no code of theirs. Any torch model and optimizer
-will do; this module knows no training loop and no devices.
+A directory of that name is never half-written: its files go to a sibling, `.partial-step-000120`, are forced to disk,
+and the sibling is renamed. One that makes way is renamed too before it is removed, `.replaced-` or `.removed-`. At
+whatever moment a process is killed, the manifests tell which of all these are whole, and the best of them counts.
+
+Nothing is pickled, so opening a stranger's checkpoint runs no code of theirs. Any torch model and optimizer will do;
+this module knows no training loop and no devices.
 """
 
 from __future__ import annotations
@@ -16,12 +19,11 @@ from __future__ import annotations
 import base64
 import copy
 import json
-import os
 import random
 import re
 import shutil
 import zlib
-from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -31,10 +33,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
+from cleave.disk import sync
 from cleave.errors import CleaveError, InputError
 
 _FORMAT: Final = 1
-_NAME: Final = re.compile(r"step-(\d{6,})")
+_NAME: Final = re.compile(r"(?:\.(partial|replaced|removed)-)?step-(\d{6,})")
+_TRUST: Final = ("removed", "replaced", "partial", None)  # of one step, which counts if several are whole: the last
 _REQUIRED: Final = frozenset({"model.safetensors", "optimizer.safetensors", "optimizer.json", "state.json"})
 
 
@@ -82,35 +86,53 @@ def path_of(run: Path, step: int) -> Path:
 def save(
     run: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, position: Position, *, keep: int
 ) -> Checkpoint:
-    """Write a checkpoint, then remove older ones until `keep` are left; if the disk is full, the older ones stay."""
+    """Write a checkpoint, then remove older ones until `keep` are left.
+
+    If that fails, all that was there is still there, and the space that half of a checkpoint took is given back.
+    """
     final = path_of(run, position.step)
-    partial = final.with_name(f".partial-{final.name}")
+    partial = _aside(final, "partial")
     try:
-        _clear(partial)
+        _settle(final.parent)
         partial.mkdir(parents=True)
+        _make_room(final, _bytes_needed(model, optimizer, position), keep)
         _write_files(partial, model, optimizer, position)
-        _sync(partial)
+        sync(partial)
         if final.exists():  # damaged, or the same step again
-            aside = final.with_name(f".replaced-{final.name}")
-            _clear(aside)
-            final.rename(aside)
+            final.rename(_aside(final, "replaced"))
         partial.rename(final)
-        _sync(final.parent)
+        sync(final.parent)
+        sync(run)
     except (OSError, SafetensorError) as fault:
+        with suppress(OSError):
+            _settle(final.parent)
         cause = fault.strerror if isinstance(fault, OSError) and fault.strerror else fault
         raise CleaveError(f"cannot write the checkpoint {final}: {cause}; make room there") from fault
-    _remove_old(final, keep)
+    with suppress(OSError):
+        for path in _surplus(final, keep):
+            _remove(path)
+        _settle(final.parent)
     return Checkpoint(path=final, step=position.step)
 
 
 def latest(run: Path) -> Checkpoint | None:
-    """The newest checkpoint whose files are all there and have their checksums; None if there is none."""
-    damaged: list[Path] = []
-    for step, path in sorted(_checkpoints(run / "checkpoints"), reverse=True):
-        if _is_whole(path):
-            return Checkpoint(path=path, step=step, damaged=tuple(damaged))
-        damaged.append(path)
+    """The newest checkpoint whose files are all there and have their checksums; None if there is none.
+
+    It only looks, for another process may be writing there; `save` clears up.
+    """
+    passed_over: list[Path] = []
+    for found in sorted(_found(run / "checkpoints"), reverse=True):
+        if _is_whole(found.path):
+            return Checkpoint(path=found.path, step=found.step, damaged=tuple(passed_over))
+        if found.is_proper:
+            passed_over.append(found.path)
     return None
+
+
+def damaged(run: Path) -> list[Path]:
+    """What should be checkpoints and is none, the oldest first."""
+    found = sorted(one for one in _found(run / "checkpoints") if one.is_proper)
+    return [one.path for one in found if not _is_whole(one.path)]
 
 
 def restore(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Position:
@@ -136,6 +158,72 @@ def restore(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.opt
             torch_bytes=base64.b64decode(state["torch_random"]), python=(version, tuple(numbers), gauss)
         ),
     )
+
+
+# ---------------------------------------------------------------------------------------------------- directories
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Found:
+    step: int
+    trust: int
+    path: Path
+
+    @property
+    def is_proper(self) -> bool:
+        """Not one that was being written, replaced or removed."""
+        return _TRUST[self.trust] is None
+
+
+def _found(directory: Path) -> list[_Found]:
+    names = [(_NAME.fullmatch(path.name), path) for path in (directory.iterdir() if directory.is_dir() else ())]
+    return [_Found(int(match[2]), _TRUST.index(match[1]), path) for match, path in names if match is not None]
+
+
+def _aside(final: Path, why: str) -> Path:
+    return final.with_name(f".{why}-{final.name}")
+
+
+def _settle(directory: Path) -> None:
+    """Finish what a crash or a fault broke off: a whole one without a whole namesake gets its name, the rest goes."""
+    for found in sorted(_found(directory), reverse=True):
+        if not found.is_proper:
+            final = found.path.with_name(f"step-{found.step:06d}")
+            is_best = _is_whole(found.path) and not _is_whole(final)
+            if (worse := final if is_best else found.path).exists():
+                shutil.rmtree(worse)
+            if is_best:
+                found.path.rename(final)
+
+
+def _surplus(newest: Path, keep: int) -> list[Path]:
+    """Only what is older than the newest: a damaged one of a later step must not push out good ones."""
+    proper = sorted(found for found in _found(newest.parent) if found.is_proper)
+    older = [found.path for found in proper if found.step < int(newest.name.removeprefix("step-"))]
+    return older[: max(0, len(older) - (keep - 1))]
+
+
+def _remove(path: Path) -> None:
+    """Not in its place: half of a checkpoint should not look like a damaged one."""
+    shutil.rmtree(path.rename(_aside(path, "removed")))
+
+
+def _make_room(final: Path, needed_bytes: float, keep: int) -> None:
+    """Where space is short, what the new one will push out goes first, but only if a whole one is left."""
+    surplus = _surplus(final, keep)
+    if surplus and shutil.disk_usage(final.parent).free < needed_bytes:
+        staying = sorted(found for found in _found(final.parent) if found.is_proper and found.path not in surplus)
+        if any(_is_whole(found.path) for found in reversed(staying)):
+            for path in surplus:
+                _remove(path)
+
+
+def _bytes_needed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, position: Position) -> float:
+    """An estimate from above: the tensors, and what is written of each loss and beside all that."""
+    tensors: dict[str, torch.Tensor] = {}
+    _pack(optimizer.state_dict(), tensors, "optimizer")
+    size = sum(tensor.nbytes for tensor in (*_unshared(model).values(), *tensors.values()))
+    return 1.02 * size + 24 * len(position.losses) + 2**16
 
 
 # ---------------------------------------------------------------------------------------------------------- files
@@ -164,7 +252,7 @@ def _write_files(directory: Path, model: torch.nn.Module, optimizer: torch.optim
     files = sorted(directory.iterdir())
     _write_json(directory / "manifest.json", {file.name: [file.stat().st_size, _checksum(file)] for file in files})
     for file in directory.iterdir():
-        _sync(file)
+        sync(file)
 
 
 def _is_whole(directory: Path) -> bool:
@@ -178,45 +266,12 @@ def _is_whole(directory: Path) -> bool:
         return False
 
 
-def _remove_old(newest: Path, keep: int) -> None:
-    """Only what is older than the one just written: a damaged one of a later step must not push out good ones."""
-    this = int(newest.name.removeprefix("step-"))
-    older = sorted((step, path) for step, path in _checkpoints(newest.parent) if step < this)
-    for _, path in older[: max(0, len(older) - (keep - 1))]:
-        shutil.rmtree(path, ignore_errors=True)
-    for rest in newest.parent.glob(".*-step-*"):  # left by a crash, or replaced just now
-        shutil.rmtree(rest, ignore_errors=True)
-
-
-def _checkpoints(directory: Path) -> Iterator[tuple[int, Path]]:
-    if directory.is_dir():
-        for path in directory.iterdir():
-            if (match := _NAME.fullmatch(path.name)) is not None:
-                yield int(match[1]), path
-
-
-def _clear(directory: Path) -> None:
-    if directory.exists():
-        shutil.rmtree(directory)
-
-
 def _checksum(file: Path) -> int:
     checksum = 0
     with file.open("rb") as stream:
         while piece := stream.read(1 << 20):
             checksum = zlib.crc32(piece, checksum)
     return checksum
-
-
-def _sync(path: Path) -> None:
-    """Force a file, or the names in a directory, to disk."""
-    if path.is_dir() and os.name == "nt":  # Windows cannot open directories, and needs no such thing
-        return
-    handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _write_json(path: Path, value: object) -> None:

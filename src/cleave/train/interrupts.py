@@ -11,7 +11,11 @@ from types import FrameType
 
 
 class Interrupts:
-    """Ctrl-C and a polite kill as KeyboardInterrupt, at once or, where held, right after."""
+    """Ctrl-C and a polite kill as KeyboardInterrupt, at once or, where held, right after.
+
+    Python swallows what is raised while an object is finalized, and a training step finalizes thousands. So an
+    interrupt stays pending until it is `taken`, and comes again after the next lines that hold it.
+    """
 
     def __init__(self) -> None:
         self._held = self._pending = False
@@ -36,10 +40,13 @@ class Interrupts:
         finally:
             self._held = False
         if self._pending:
-            self._pending = False
             raise KeyboardInterrupt
 
+    def taken(self) -> None:
+        """Whoever caught the KeyboardInterrupt acts on it now."""
+        self._pending = False
+
     def _arrived(self, number: int, frame: FrameType | None) -> None:
+        self._pending = True
         if not self._held:
             raise KeyboardInterrupt
-        self._pending = True

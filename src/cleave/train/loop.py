@@ -19,23 +19,15 @@ from pathlib import Path
 
 import torch
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
-from cleave.config import TrainConfig, to_toml
+from cleave.config import TrainConfig
 from cleave.errors import CleaveError, InputError
-from cleave.events import (
-    CheckpointSaved,
-    Evaluated,
-    Listener,
-    Note,
-    Resumed,
-    RunFinished,
-    RunStarted,
-    StepDone,
-)
-from cleave.train import checkpoint
+from cleave.events import Evaluated, Listener, Note, Resumed, RunFinished, RunStarted, StepDone
+from cleave.train import saving
 from cleave.train.checkpoint import Checkpoint, Position, RandomState
 from cleave.train.data import (
     Batches,
@@ -60,6 +52,7 @@ class Traffic:
     down_bytes: int = 0
     up_bytes: int = 0
     waiting_s: float = 0.0
+    checking_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +83,10 @@ def run(
     observe: Listener,
     traffic: Callable[[], Traffic],
     resume: bool,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Summary:
     """Train as configured. All input is checked before `wrap` is called, so that may be what starts the fleet."""
-    found = _found(run_directory, resume=resume)
+    found = saving.find(run_directory, resume=resume)
     documents = library_documents() if config.data is None else read_documents(config.data)
     model, model_directory = build_model(config.model, config.dtype, config.seed)
     tokenizer = load_tokenizer(model_directory)
@@ -102,12 +96,12 @@ def run(
     with ExitStack() as stack:
         if config.tensorboard:
             observe = stack.enter_context(with_tensorboard(run_directory, observe, found.step if found else 0))
-        trainer = _Trainer(config, run_directory, model, training, evaluation, observe, traffic)
+        trainer = _Trainer(config, run_directory, model, training, evaluation, observe, traffic, clock)
         trainer.start(found, resume=resume)
         reason = trainer.train(wrap(model), stack.enter_context(Interrupts()))
         exported, prompt, sample = None, "", ""
         if reason == "done":
-            exported = export(model, model_directory, run_directory / "model")
+            exported = _exported(model, model_directory, run_directory)
             if config.sample:
                 trainer.drop_optimizer()
                 prompt = _prompt(tokenizer.decode((evaluation.tokens if len(evaluation) else training.tokens)[:256]))
@@ -136,6 +130,7 @@ class _Trainer:
         evaluation: Corpus,
         observe: Listener,
         traffic: Callable[[], Traffic],
+        clock: Callable[[], float],
     ) -> None:
         self._config, self._directory, self._observe, self._traffic = config, run_directory, observe, traffic
         self._model = model
@@ -145,24 +140,20 @@ class _Trainer:
         self._evaluation = evaluation
         self._evaluated: tuple[int, float | None] = (-1, None)
         self._updating = False
-        self._saved: Checkpoint | None = None
+        self._clock = clock
+        self._saver = saving.Saver(config, run_directory, model, self._optimizer, observe, clock)
         torch.manual_seed(config.seed)
         self._position = Position(step=0, next_batch=0, losses=(), random_state=RandomState.capture())
         self._first_step = 0
-        self._started_s = time.perf_counter()
+        self._started_s = clock()
         if config.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
     def start(self, found: Checkpoint | None, *, resume: bool) -> None:
         if found is not None:
-            settings = [{key: group[key] for key in group if key != "params"} for group in self._optimizer.param_groups]
-            self._position = checkpoint.restore(found, self._model, self._optimizer)
-            for group, own in zip(self._optimizer.param_groups, settings, strict=True):
-                group.update(own)  # what is configured now counts, not what was then
-            self._position.random_state.put_back()
-            self._saved, self._first_step = found, found.step
-        self._directory.mkdir(parents=True, exist_ok=True)
-        (self._directory / "config.toml").write_text(to_toml(self._config), encoding="utf-8")
+            self._position = self._saver.restore(found)
+            self._first_step = found.step
+        saving.keep_settings(self._config, self._directory)
         self._observe(
             RunStarted(
                 model=self._config.model,
@@ -192,32 +183,34 @@ class _Trainer:
                 step += 1
                 if config.eval_every and step % config.eval_every == 0:
                     self._evaluate()
-                if config.save_every and step % config.save_every == 0:
-                    self._save()
+                self._saver.after_step(self._position)
             self._evaluate()
-            self._save()
+            self._saver.save(self._position)
             reason = "done"
         except KeyboardInterrupt:
-            self._save()
-            again = f"cleave train --resume --out {self._directory}"
-            self._observe(Note(text=f"stopped after step {self._position.step}; go on with: {again}"))
+            interrupts.taken()
+            with interrupts.held():  # who presses Ctrl-C twice is in a hurry, but does not mean to lose work
+                self._saver.save(self._last_whole())
+                again = f"cleave train --resume --out {self._directory}"
+                self._observe(Note(text=f"stopped after step {self._position.step}; go on with: {again}"))
             reason = "interrupted"
         except Exception as fault:
             reason = str(fault) or type(fault).__name__
-            try:
-                self._save()
-            except CleaveError as second:  # the first fault is the one to report
-                self._observe(Note(text=str(second)))
+            self._saver.attempt(self._last_whole())  # the first fault is the one to report
             raise
         finally:
             losses = self._position.losses
-            loss = losses[-1] if losses else math.nan
+            loss = losses[-1] if losses else None
             self._observe(RunFinished(step=self._position.step, loss=loss, reason=reason))
         return reason
 
+    def _last_whole(self) -> Position | None:
+        """The last finished step; None if the optimizer broke off in the middle of one."""
+        return None if self._updating else self._position
+
     def _step(self, interrupts: Interrupts) -> None:
         """One update from the mean gradient of its micro-batches."""
-        config, before, start_s = self._config, self._traffic(), time.perf_counter()
+        config, before, start_s = self._config, self._traffic(), self._clock()
         step, first = self._position.step + 1, self._position.next_batch
         batches = [self._batches.batch(index) for index in range(first, first + config.accumulate)]
         self._optimizer.zero_grad(set_to_none=True)
@@ -246,8 +239,9 @@ class _Trainer:
                     learning_rate=rate,
                     gradient_norm=norm,
                     tokens=config.tokens_per_step,
-                    seconds=time.perf_counter() - start_s,
+                    seconds=self._clock() - start_s,
                     waiting_s=after.waiting_s - before.waiting_s,
+                    checking_s=after.checking_s - before.checking_s,
                     devices=after.devices,
                     down_bytes=after.down_bytes - before.down_bytes,
                     up_bytes=after.up_bytes - before.up_bytes,
@@ -292,24 +286,14 @@ class _Trainer:
         if loss is not None:
             self._observe(Evaluated(step=self._position.step, loss=loss))
 
-    def _save(self) -> None:
-        """The last finished step, unless it is saved, or there is none, or the optimizer itself broke off in one."""
-        step = self._position.step
-        if self._updating or step == 0 or (self._saved is not None and self._saved.step == step):
-            return
-        self._saved = checkpoint.save(
-            self._directory, self._model, self._optimizer, self._position, keep=self._config.keep
-        )
-        self._observe(CheckpointSaved(step=step, path=str(self._saved.path)))
-
     def _diverged(self, step: int, loss: float, norm: float) -> CleaveError:
-        self._save()
+        self._saver.attempt(self._position)
         came = f"the loss of step {step} is {loss}" if not math.isfinite(loss) else f"step {step}'s gradient is {norm}"
         lower = f"--learning-rate {self._config.learning_rate / 3:.1g}"
         advice = f"start again with {lower}"
-        if self._saved is not None:
+        if (saved := self._saver.saved) is not None:
             again = f"cleave train --resume --out {self._directory} {lower}"
-            advice = f"step {step - 1} is saved in {self._saved.path}; go on with: {again}"
+            advice = f"step {saved.step} is saved in {saved.path}; go on with: {again}"
         return CleaveError(f"{came}, not a finite number, so training stopped before it spoiled the model; {advice}")
 
     def drop_optimizer(self) -> None:
@@ -324,22 +308,13 @@ class _Trainer:
             losses=self._position.losses,
             evaluation_loss=self._evaluated[1],
             tokens=(self._position.step - self._first_step) * self._config.tokens_per_step,
-            seconds=time.perf_counter() - self._started_s,
+            seconds=self._clock() - self._started_s,
             parameters=self._model.num_parameters(),
-            checkpoint=self._saved.path if self._saved else None,
+            checkpoint=self._saver.saved.path if self._saver.saved else None,
             exported=exported,
             prompt=prompt,
             sample=sample,
         )
-
-
-def _found(run_directory: Path, *, resume: bool) -> Checkpoint | None:
-    found = checkpoint.latest(run_directory)
-    if resume and found is None and not (run_directory / "config.toml").is_file():
-        raise InputError(f"expected a run to resume in {run_directory}, but there is none; correct --out")
-    if found is not None and not resume:
-        raise InputError(f"{run_directory} holds a run already; add --resume to go on with it, or give another --out")
-    return found
 
 
 def _check_fit(config: TrainConfig, model: PreTrainedModel, corpus: Corpus) -> None:
@@ -349,6 +324,14 @@ def _check_fit(config: TrainConfig, model: PreTrainedModel, corpus: Corpus) -> N
     if not isinstance(rows, int) or tokens > rows:
         came = f"the text has token numbers up to {tokens - 1}"
         raise InputError(f"{came}, {config.model} knows {rows}; give the tokenizer that belongs to it")
+
+
+def _exported(model: PreTrainedModel, model_directory: Path | None, run_directory: Path) -> Path:
+    try:
+        return export(model, model_directory, run_directory / "model")
+    except (OSError, SafetensorError) as fault:
+        came = f"the training is done and saved, but its model cannot be written: {fault}"
+        raise CleaveError(f"{came}; make room, then: cleave train --resume --out {run_directory}") from None
 
 
 def _prompt(text: str) -> str:

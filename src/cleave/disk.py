@@ -1,0 +1,111 @@
+"""Files that a killed process, a lost power line or a full disk cannot spoil.
+
+`write_whole` replaces a small file in one step: readers see the old text or the new one. `AppendedFile` grows record by
+record and treats a full disk as weather: it waits. This module knows no formats; `events`, `train` and whoever else
+keeps something for a person write through it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import deque
+from io import FileIO
+from pathlib import Path
+from typing import Final
+
+_LOG: Final = logging.getLogger(__name__)
+MOST_WAITING: Final = 100_000  # records, which are a few hundred bytes each
+
+
+def sync(path: Path) -> None:
+    """Force a file, or the names in a directory, to disk."""
+    if path.is_dir() and os.name == "nt":  # Windows cannot open directories, and needs no such thing
+        return
+    handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Put `data` where `path` is, all of it or, if that fails, nothing: the file of before is still there then."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_bytes(data)
+        sync(partial)
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+class AppendedFile:
+    """Appends records in order, each whole, and raises nothing: what the disk has no room for now is written later.
+
+    A process that dies in the middle of a record leaves a torn one. With an `end`, which every whole record has, the
+    next process that opens the file ends the torn one first, so that it spoils no other.
+    """
+
+    def __init__(self, path: Path, *, end: bytes = b"", most_waiting: int = MOST_WAITING) -> None:
+        self._path, self._end, self._most_waiting = path, end, most_waiting
+        self._file: FileIO | None = None
+        self._waiting: deque[bytes] = deque()
+        self._failing = False
+        self.dropped = 0
+        """Records given up since the start because too many waited: the oldest ones."""
+        self._write_waiting()
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def write(self, record: bytes) -> None:
+        self._waiting.append(record)
+        self._write_waiting()
+        if len(self._waiting) > self._most_waiting:
+            del self._waiting[1]  # the first may have begun
+            self.dropped += 1
+
+    def close(self) -> None:
+        self._write_waiting()
+        if self._file is not None:
+            self._file.close()
+
+    def _write_waiting(self) -> None:
+        try:
+            if self._file is None:
+                self._open()
+            while self._waiting:
+                self._write_first()
+        except OSError as fault:
+            if not self._failing:
+                cause = fault.strerror or fault
+                _LOG.error("cannot write %s: %s; make room there, until then it is kept in memory", self._path, cause)
+            self._failing = True
+        else:
+            self._failing = False
+
+    def _open(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self._path.open("ab", buffering=0)
+        if self._end and not _ends_with(self._path, self._end):
+            self._waiting.appendleft(self._end)
+
+    def _write_first(self) -> None:
+        """A disk about to be full takes a part of a record; the rest of it is then the first."""
+        assert self._file is not None
+        written = self._file.write(self._waiting[0])
+        rest = self._waiting.popleft()[written:]
+        if rest:
+            self._waiting.appendleft(rest)
+
+
+def _ends_with(path: Path, end: bytes) -> bool:
+    """An empty file ends as it should."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - len(end)))
+        return size == 0 or file.read() == end

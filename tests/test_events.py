@@ -1,0 +1,118 @@
+"""The log of a run says all that happened, each line whole, whatever the disk and the process before did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cleave.events import EventLog, Note, RunFinished, read_events
+
+Limit = Callable[[int | None], None]
+
+
+def _log(path: Path, most_waiting: int = 100) -> EventLog:
+    return EventLog(path, lambda: 1.0, most_waiting=most_waiting)
+
+
+def _texts(path: Path) -> list[str]:
+    return [event.text for event in read_events(path) if isinstance(event, Note)]
+
+
+@pytest.mark.parametrize(
+    "tail",
+    [b"", b'{"event":"note","te', b"{", b"\0\0\0\0", b'{"event":"note","text":"\xc3', b"\xff\xfe\n", b"\r", b"[" * 99],
+    ids=["none", "half", "brace", "nuls", "half-letter", "no-text", "return", "deep"],
+)
+def test_a_torn_tail_costs_no_other_line(tmp_path: Path, tail: bytes) -> None:
+    path = tmp_path / "events.jsonl"
+    for round_ in range(2):
+        log = _log(path)
+        log(Note(text=f"before {round_}"))
+        log.close()
+        path.write_bytes(path.read_bytes() + tail)
+    log = _log(path)
+    log(Note(text="after"))
+    log.close()
+    assert _texts(path) == ["before 0", "before 1", "after"]
+    assert path.read_bytes().endswith(b"\n")
+
+
+def test_a_line_is_found_behind_what_a_lost_power_line_left_in_front_of_it(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'\0\0\0{"event":"note","text":"here"}\n{"event":"note","text":"\xff"}\n')
+    assert _texts(path) == ["here"]
+
+
+@pytest.mark.parametrize("room", range(0, 150, 10))
+def test_what_a_full_disk_refuses_is_written_when_there_is_room(tmp_path: Path, room: int, limit_files: Limit) -> None:
+    path = tmp_path / "events.jsonl"
+    expected = [f"note {number}" for number in range(9)]
+    limit_files(room)
+    log = _log(path)
+    for text in expected[:7]:
+        log(Note(text=text))
+    assert path.stat().st_size == room
+    limit_files(None)
+    for text in expected[7:]:
+        log(Note(text=text))
+    log.close()
+    assert _texts(path) == expected
+    assert len(path.read_bytes().splitlines()) == len(expected)
+
+
+def test_what_waits_is_written_at_the_close_at_the_latest(tmp_path: Path, limit_files: Limit) -> None:
+    path = tmp_path / "events.jsonl"
+    limit_files(10)
+    log = _log(path)
+    log(Note(text="waits"))
+    limit_files(None)
+    log.close()
+    assert _texts(path) == ["waits"]
+
+
+def test_a_log_that_cannot_even_be_opened_waits_for_that_too(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "events.jsonl"
+    (tmp_path / "run").write_text("a file where the directory should be")
+    log = _log(path)
+    log(Note(text="waits"))
+    (tmp_path / "run").unlink()
+    log(Note(text="goes"))
+    log.close()
+    assert _texts(path) == ["waits", "goes"]
+
+
+def test_a_device_that_is_always_full_stops_nobody_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    path = Path("/dev/full")
+    if not path.exists():
+        pytest.skip("there is no /dev/full here")
+    log = _log(path)
+    for _ in range(5):
+        log(Note(text="into the void"))
+    log.close()
+    assert [record.getMessage() for record in caplog.records] == [
+        "cannot write /dev/full: No space left on device; make room there, until then it is kept in memory"
+    ]
+
+
+def test_memory_is_bounded_and_the_gap_is_told(tmp_path: Path, limit_files: Limit) -> None:
+    path = tmp_path / "events.jsonl"
+    limit_files(10)
+    log = _log(path, most_waiting=3)
+    for number in range(10):
+        log(Note(text=f"note {number}"))
+    limit_files(None)
+    log(Note(text="room"))
+    log(Note(text="more"))
+    log.close()
+    gap = "the disk was full for so long that 7 events are not here"
+    assert _texts(path) == ["note 0", "note 8", "note 9", "room", gap, "more"]
+
+
+def test_a_run_that_ended_before_its_first_step_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = _log(path)
+    log(RunFinished(step=0, loss=None, reason="the fleet is gone"))
+    log.close()
+    assert [event.reason for event in read_events(path) if isinstance(event, RunFinished)] == ["the fleet is gone"]
