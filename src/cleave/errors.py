@@ -6,6 +6,7 @@ CleaveError                 root; its text is one sentence: what was expected, w
  │   └─ ModelError          a model name or a config.json
  ├─ InfeasibleError         the input is well formed, but no plan can exist for it
  ├─ ProtocolError           the other side of a connection sent what it must not
+ ├─ WrongResult             a device returned what its operands do not give
  ├─ ConnectionLost          the other side of a connection is gone, or cannot be reached
  └─ FleetGoneError          work waits, and no device came for too long
 
@@ -34,6 +35,10 @@ class InfeasibleError(CleaveError):
 
 
 class ProtocolError(CleaveError):
+    pass
+
+
+class WrongResult(CleaveError):
     pass
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.core.rectangles import Rectangle, subtract
+from cleave.core.rectangles import Rectangle, total, within, without
 from cleave.device.programs.gemm import GemmTask
 from cleave.device.programs.kernels import Kernel, NumpyKernel, TorchKernel
 from cleave.device.store import Store
@@ -95,9 +95,8 @@ class Bench:
             self.flops += chunk.flops
             if chunk.part is None:
                 continue
-            rest = subtract(self.missing, chunk.part)
-            assert rest is not None, "a rectangle comes once and lies within the block"
-            self.missing = rest
+            assert total(within(self.missing, chunk.part)) == chunk.part.area > 0, "it comes once and lies in the block"
+            self.missing = without(self.missing, chunk.part)
             self.parts.append(chunk.part)
             part = chunk.part
             self.output[part.top : part.bottom, part.left : part.right] = np.asarray(result)

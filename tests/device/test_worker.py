@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cleave.core.cost import WireFormat
-from cleave.core.rectangles import Rectangle, subtract
+from cleave.core.rectangles import Rectangle, total, within, without
 from cleave.device.programs.kernels import Array, Kernel, NumpyKernel
 from cleave.device.worker import Contribution, Offer, Refusal, Worker
 from cleave.errors import ConnectionLost, ProtocolError
@@ -86,8 +86,8 @@ class Script:
             out = output[part.top : part.bottom, part.left : part.right]
             NumpyCodec().decode_into(received.payload, result.format, out)
             assert result.flops >= 0 <= result.compute_s
-            missing = subtract(missing, part)
-            assert missing is not None
+            assert total(within(missing, part)) == part.area > 0
+            missing = without(missing, part)
         return output
 
     async def still_there(self) -> None:

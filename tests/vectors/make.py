@@ -35,6 +35,7 @@ from cleave.wire.messages import (
     FromDevice,
     Gemm,
     Hello,
+    Idle,
     Layout,
     Leaving,
     Probe,
@@ -72,9 +73,9 @@ def main() -> None:
 def one_of_each() -> dict[str, Frame]:
     square = np.array([[1, 2], [3, 4]], dtype=np.float32)
     return {
-        "hello": (Hello(version=1, name="küche", token="s3cret", flops_per_s=2.5e10, memory_bytes=2_000_000_000,
+        "hello": (Hello(version=2, name="küche", token="s3cret", flops_per_s=2.5e10, memory_bytes=2_000_000_000,
                         kernel="numpy"), b""),
-        "welcome": (Welcome(version=1, name="küche-2"), b""),
+        "welcome": (Welcome(version=2, name="küche-2"), b""),
         "refused": (Refused(reason="wrong or missing token"), b""),
         "probe": (Probe(answer=2, payload=8), bytes(range(8))),
         "probe-without-payload": (Probe(answer=0), b""),
@@ -87,6 +88,7 @@ def one_of_each() -> dict[str, Frame]:
         "failed": (Failed(task=9, reason="MemoryError()"), b""),
         "cancel": (Cancel(tasks=(9, 10)), b""),
         "drop": (Drop(operands=(17, 70_000)), b""),
+        "idle": (Idle(reason="the others end sooner without this device"), b""),
         "leaving": (Leaving(reason="stopped by its owner"), b""),
         "bye": (Bye(reason="training is complete", rejoin=False), b""),
     }  # fmt: skip
@@ -271,8 +273,8 @@ def session() -> Iterator[Frame]:
     a = np.array([[1, 2, 3], [4, 5, 6]], dtype=np.float32)
     b = np.array([[1, 0, -1], [0.5, 0.25, 2]], dtype=np.float32)
     program = Gemm(layout="nt", terms=((1, 2),), rows=2, cols=2)
-    yield Hello(version=1, name="laptop", token="", flops_per_s=5e10, memory_bytes=1 << 30, kernel="example"), b""
-    yield Welcome(version=1, name="laptop"), b""
+    yield Hello(version=2, name="laptop", token="", flops_per_s=5e10, memory_bytes=1 << 30, kernel="example"), b""
+    yield Welcome(version=2, name="laptop"), b""
     yield Probe(answer=0), b""
     yield Probed(down_s=0.0), b""
     yield Probe(answer=2, payload=8), bytes(8)

@@ -50,7 +50,7 @@ def anything(payload: st.SearchStrategy[int] | None = None) -> st.SearchStrategy
 
 
 ONE_OF_EACH: tuple[AnyMessage, ...] = (
-    messages.Hello(version=1, name="phône", token="t", flops_per_s=1e9, memory_bytes=1 << 30, kernel="numpy"),
+    messages.Hello(version=2, name="phône", token="t", flops_per_s=1e9, memory_bytes=1 << 30, kernel="numpy"),
     messages.Probed(down_s=0.25, payload=3),
     messages.Result(
         task=7, first_row=0, rows=1, first_col=2, cols=3, format="bf16", flops=6.0, compute_s=1e-6, down_bytes=9,
@@ -58,7 +58,7 @@ ONE_OF_EACH: tuple[AnyMessage, ...] = (
     ),
     messages.Failed(task=7, reason="no memory"),
     messages.Leaving(reason="stopped by its owner"),
-    messages.Welcome(version=1, name="phône-2"),
+    messages.Welcome(version=2, name="phône-2"),
     messages.Refused(reason="wrong token"),
     messages.Probe(answer=16, payload=64),
     messages.Store(operand=300, rows=2, cols=3, format="int8", first_row=0, strip_rows=2, payload=14),
@@ -67,6 +67,7 @@ ONE_OF_EACH: tuple[AnyMessage, ...] = (
     ),
     messages.Drop(operands=(1, 2, 300)),
     messages.Cancel(tasks=(7,)),
+    messages.Idle(reason="too slow"),
     messages.Bye(reason="done", rejoin=False),
 )  # fmt: skip
 

@@ -98,7 +98,7 @@ def test_whole_numbers_do_for_fractions_but_not_the_other_way_round() -> None:
     ids=lambda header: header[:24].hex(),
 )
 def test_what_is_no_message_is_a_protocol_error(header: bytes) -> None:
-    with pytest.raises(ProtocolError, match="expected a message of protocol version 1, but "):
+    with pytest.raises(ProtocolError, match="expected a message of protocol version 2, but "):
         messages.decode(header)
 
 

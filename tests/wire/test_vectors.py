@@ -18,7 +18,7 @@ import pytest
 import samples
 from numpy.typing import NDArray
 
-from cleave.core.rectangles import Rectangle, subtract
+from cleave.core.rectangles import Rectangle, total, within, without
 from cleave.device.programs.kernels import NumpyKernel
 from cleave.device.worker import Contribution, Offer, Worker
 from cleave.transport.memory import MemoryChannel, memory_pair
@@ -117,9 +117,8 @@ class Assembled:
 
     def add(self, result: Result, payload: bytes) -> None:
         part = rectangle(result)
-        rest = subtract(self.missing, part)
-        assert rest is not None, f"{part} is not missing"
-        self.missing = rest
+        assert total(within(self.missing, part)) == part.area > 0, f"{part} is not missing"
+        self.missing = without(self.missing, part)
         codec.decode_into(payload, result.format, self.block[part.top : part.bottom, part.left : part.right])
 
 
@@ -185,7 +184,7 @@ def worker_for(hello: Hello, end: MemoryChannel) -> Worker:
 @pytest.mark.parametrize("case", TASKS, ids=named)
 async def test_our_device_answers_a_task_with_the_whole_block(case: Case) -> None:
     server, device = memory_pair()
-    hello = Hello(version=1, name="d", flops_per_s=1.0, memory_bytes=1 << 20, kernel="numpy")
+    hello = Hello(version=2, name="d", flops_per_s=1.0, memory_bytes=1 << 20, kernel="numpy")
     seen = Assembled(run_of(case))
     async with asyncio.timeout(SOON_S):
         running = asyncio.ensure_future(worker_for(hello, device).run())

@@ -22,6 +22,7 @@ from cleave.errors import FleetError
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 _REQUIRED: Final = ("flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "latency_s", "memory_bytes")
 _OPTIONAL: Final = ("watts", "embodied_kgco2e")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 
@@ -23,28 +24,39 @@ class Rectangle(NamedTuple):
     def area(self) -> int:
         return self.rows * self.cols
 
-    def holds(self, other: Rectangle) -> bool:
-        return (
-            self.top <= other.top < other.bottom <= self.bottom and self.left <= other.left < other.right <= self.right
-        )
+    def moved(self, down: int, right: int) -> Rectangle:
+        return Rectangle(self.top + down, self.bottom + down, self.left + right, self.right + right)
 
 
-def subtract(missing: list[Rectangle], part: Rectangle) -> list[Rectangle] | None:
-    """What is missing without `part`; None unless all of `part` was missing."""
+def common(one: Rectangle, other: Rectangle) -> Rectangle | None:
+    top, bottom = max(one.top, other.top), min(one.bottom, other.bottom)
+    left, right = max(one.left, other.left), min(one.right, other.right)
+    return Rectangle(top, bottom, left, right) if top < bottom and left < right else None
+
+
+def within(pieces: Iterable[Rectangle], frame: Rectangle) -> list[Rectangle]:
+    """What of disjoint pieces lies inside the frame."""
+    return [shared for piece in pieces if (shared := common(piece, frame)) is not None]
+
+
+def without(pieces: Iterable[Rectangle], hole: Rectangle) -> list[Rectangle]:
+    """What of disjoint pieces lies outside the hole."""
     rest: list[Rectangle] = []
-    covered = 0
-    for whole in missing:
-        top, bottom = max(whole.top, part.top), min(whole.bottom, part.bottom)
-        left, right = max(whole.left, part.left), min(whole.right, part.right)
-        if top >= bottom or left >= right:
-            rest.append(whole)
+    for piece in pieces:
+        cut = common(piece, hole)
+        if cut is None:
+            rest.append(piece)
             continue
-        covered += (bottom - top) * (right - left)
         around = (
-            Rectangle(whole.top, top, whole.left, whole.right),
-            Rectangle(bottom, whole.bottom, whole.left, whole.right),
-            Rectangle(top, bottom, whole.left, left),
-            Rectangle(top, bottom, right, whole.right),
+            Rectangle(piece.top, cut.top, piece.left, piece.right),
+            Rectangle(cut.bottom, piece.bottom, piece.left, piece.right),
+            Rectangle(cut.top, cut.bottom, piece.left, cut.left),
+            Rectangle(cut.top, cut.bottom, cut.right, piece.right),
         )
-        rest.extend(piece for piece in around if piece.area > 0)
-    return rest if covered == part.area > 0 else None
+        rest.extend(part for part in around if part.area > 0)
+    return rest
+
+
+def total(pieces: Iterable[Rectangle]) -> int:
+    """The area of disjoint pieces."""
+    return sum(piece.area for piece in pieces)

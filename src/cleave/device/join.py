@@ -1,4 +1,4 @@
-"""`cleave join`: measure, dial, work, and come back after every loss of connection until told not to."""
+"""`cleave join`: dial, work, and come back after every loss of connection until told not to."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlsplit, urlunsplit
 
-from cleave.device.programs.kernels import Kernel
+from cleave.device.probe import measure_flops_per_s, usable_memory_bytes
+from cleave.device.programs.kernels import Kernel, NumpyKernel
 from cleave.device.worker import Contribution, Offer, Refusal, Worker
 from cleave.errors import CleaveError, ConnectionLost, InputError
+from cleave.transport.base import Channel
 from cleave.transport.websocket import dial
 
 _FIRST_PAUSE_S = 0.5
@@ -21,15 +23,37 @@ Say = Callable[[str], None]
 
 
 def socket_url(address: str) -> str:
-    """ws://host:port/ws of what a person typed: a URL of any of the usual schemes, or host:port."""
-    parts = urlsplit(address if "://" in address else f"ws://{address}")
+    """ws://host:port/ws of what a person typed: a URL of any of the usual schemes, or host:port.
+
+    The fingerprint of a certificate after # stays; it means TLS where no scheme says so.
+    """
+    parts = urlsplit(address if "://" in address else f"{'wss' if '#' in address else 'ws'}://{address}")
     try:
         port = parts.port
     except ValueError:
         port = None
     if parts.scheme not in _SCHEMES or not parts.hostname or port is None:
         raise InputError(f"expected the address of a server such as ws://192.168.1.20:7077, got {address!r}")
-    return urlunsplit((_SCHEMES[parts.scheme], parts.netloc, parts.path.rstrip("/") or "/ws", "", ""))
+    return urlunsplit((_SCHEMES[parts.scheme], parts.netloc, parts.path.rstrip("/") or "/ws", "", parts.fragment))
+
+
+async def stand_in(channel: Channel) -> None:
+    """A device in the server's own process, while no other is there; ends when the channel does."""
+    kernel = NumpyKernel()
+    offer = Offer(
+        name="",
+        token="",
+        flops_per_s=await asyncio.to_thread(measure_flops_per_s, kernel),
+        memory_bytes=usable_memory_bytes(None),
+    )
+    worker = Worker(channel, kernel, offer, Contribution())
+    try:
+        await worker.join()
+        await worker.run()
+    except CleaveError:
+        pass  # whoever serves it tells why
+    finally:
+        await channel.close()
 
 
 async def serve(
@@ -44,7 +68,7 @@ async def serve(
     while True:
         try:
             channel = await dial(url)
-            worker = Worker(channel, kernel, offer, contribution)
+            worker = Worker(channel, kernel, offer, contribution, say)
             try:
                 await worker.join()
                 known, pause_s = True, _FIRST_PAUSE_S
@@ -56,9 +80,9 @@ async def serve(
             finally:
                 await channel.close()
             if not goodbye.rejoin:
-                say(f"the server has finished: {goodbye.reason}")
+                say(f"the server says goodbye: {goodbye.reason}")
                 return
-            say(f"the server pauses: {goodbye.reason}")
+            say(f"the server ends this stay: {goodbye.reason}; joining again in {pause_s:.1f} s")
         except (InputError, Refusal):
             raise
         except ConnectionLost as fault:

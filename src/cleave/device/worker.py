@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from cleave.wire.frame import PAYLOAD_BYTES, Buffer
 from cleave.wire.messages import AnyMessage
 
 _LEAVE_S = 2.0
+_REMEMBERED = 64  # cancelled tasks whose results may be on their way
 _AT_ONCE = -1  # before every result
 _MOST_WAITING = 3
 """Results in the line to the server beyond which sums stay where they are."""
@@ -66,11 +69,19 @@ class Refusal(CleaveError):
 class Worker:
     """Serves one connection; `run` returns the server's reason when it says goodbye."""
 
-    def __init__(self, channel: Channel, kernel: Kernel, offer: Offer, contribution: Contribution) -> None:
-        self._channel, self._kernel, self._offer = channel, kernel, offer
+    def __init__(
+        self,
+        channel: Channel,
+        kernel: Kernel,
+        offer: Offer,
+        contribution: Contribution,
+        notice: Callable[[str], None] = lambda text: None,
+    ) -> None:
+        self._channel, self._kernel, self._offer, self._notice = channel, kernel, offer, notice
         self._store = Store(kernel, offer.memory_bytes)
         self._done = contribution
         self._tasks: dict[int, _Running] = {}
+        self._cancelled: deque[int] = deque(maxlen=_REMEMBERED)
         self._outgoing: asyncio.PriorityQueue[tuple[int, int, messages.FromDevice, Buffer]] = asyncio.PriorityQueue()
         self._work = asyncio.Event()
         self._order = 0
@@ -90,7 +101,11 @@ class Worker:
             )
         )
         match (await self._channel.receive()).message:
-            case messages.Welcome(name=name):
+            case messages.Welcome(version=version, name=name):
+                if version != messages.VERSION:
+                    raise Refusal(
+                        f"the server speaks protocol {version}, this device {messages.VERSION}; use the same release"
+                    )
                 self.name = name
             case messages.Refused(reason=reason):
                 raise Refusal(reason)
@@ -148,12 +163,15 @@ class Worker:
             case messages.Drop(operands=operands):
                 self._store.drop(operands)
             case messages.Cancel(tasks=tasks):
+                self._cancelled.extend(tasks)
                 for task in tasks:
                     self._end(task)
             case messages.Probe(answer=answer):
                 if not 0 <= answer <= PAYLOAD_BYTES:
                     raise ProtocolError(f"expected a probe of at most {PAYLOAD_BYTES} bytes, got {answer}")
                 self._put(_AT_ONCE, messages.Probed(down_s=link_s, payload=answer), bytes(answer))
+            case messages.Idle(reason=reason):
+                self._notice(reason)
             case messages.Bye():
                 return message
             case _:
@@ -183,6 +201,8 @@ class Worker:
     async def _send(self) -> messages.Bye | None:
         while True:
             _, _, message, payload = await self._outgoing.get()
+            if isinstance(message, messages.Result) and message.task in self._cancelled:
+                continue  # others were faster
             await self._channel.send(message, payload)
             self._done.up_bytes += message.payload
             self._work.set()

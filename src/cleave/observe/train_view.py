@@ -35,7 +35,8 @@ class Device(Protocol):
     name: str
     kernel: str
     tasks: int
-    flops_done: float
+    verified_flops: float
+    wrong: int
     down_bytes: int
     up_bytes: int
 
@@ -101,6 +102,15 @@ class TrainView:
             case events.DeviceLeft():
                 lost = f"; {event.lost_tasks} tasks go to others" if event.lost_tasks else ""
                 return f"{event.device} left: {event.reason}{lost}"
+            case events.DeviceLate():
+                return f"{event.device} is late; others do its work too"
+            case events.DeviceIdle():
+                return f"{event.device} has no work: {event.reason}"
+            case events.ResultRefused():
+                return f"{event.device} returned a wrong result, which is done again: {event.reason}"
+            case events.Recovered():
+                blocks = f"{event.blocks} block{'s' if event.blocks > 1 else ''}"
+                return f"{blocks} that {event.device} left unfinished came from others within {event.seconds:.2f} s"
             case events.Paused():
                 return f"paused: {event.reason}"
             case events.Note():
@@ -175,7 +185,7 @@ def device_table(devices: Sequence[Device]) -> Table:
     """What each device can do and has done."""
     table = Table(box=None, padding=(0, 1))
     table.add_column("device", no_wrap=True)
-    for heading in ("speed", "down", "up", "tasks", "computed", "received", "returned"):
+    for heading in ("speed", "down", "up", "tasks", "verified", "received", "returned"):
         table.add_column(heading, justify="right", no_wrap=True)
     for device in devices:
         flops, down, up = device.rates
@@ -185,7 +195,7 @@ def device_table(devices: Sequence[Device]) -> Table:
             si(down, "B/s"),
             si(up, "B/s"),
             f"{device.tasks:,}",
-            si(device.flops_done, "FLOP"),
+            si(device.verified_flops, "FLOP"),
             si(device.down_bytes, "B"),
             si(device.up_bytes, "B"),
         )

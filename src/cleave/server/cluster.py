@@ -1,68 +1,50 @@
-"""The way of a product through the fleet: stage, plan, cut, submit, collect.
+"""The way of a product through the fleet: stage, plan, submit, and wait for what `jobs.py` collects.
 
 Callers live in any thread and wait on futures; everything else happens in the server's event loop. Plans are made in
-the caller's thread, once for equal sizes and an unchanged fleet. A product whose devices left is planned anew for
-what is missing; with no device at all it waits, and fails when none comes for too long.
+the caller's thread, once for equal sizes and an unchanged fleet. With no device at all products wait: for one to join,
+or for this server itself to compute, if it may.
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from cleave import events
-from cleave.core.cost import DEVICE_BYTES, WireFormat
+from cleave.core.cost import WireFormat
 from cleave.core.fleet import Profiles
 from cleave.core.graph import Role
-from cleave.core.ledger import (
-    Accept,
-    DeviceId,
-    Ledger,
-    OperandId,
-    OperandsReleased,
-    Orphan,
-    Start,
-    Task,
-    TaskId,
-    TasksSubmitted,
-)
-from cleave.core.planner.linear import Block, Linear, LinearPlan, plan_linear
-from cleave.errors import CleaveError, FleetGoneError, InfeasibleError
+from cleave.core.ledger import Ledger
+from cleave.core.planner.linear import Linear, LinearPlan, plan_linear
+from cleave.core.tasks import DeviceId, OperandId, OperandsReleased
+from cleave.errors import FleetGoneError
 from cleave.server.dispatcher import Dispatcher
+from cleave.server.inspection import Inspector
+from cleave.server.jobs import Job, Jobs
 from cleave.server.keys import Keys
-from cleave.server.products import LAYOUTS, Piece, Product
+from cleave.server.products import Product
 from cleave.server.roster import Member, Roster
 from cleave.server.staging import Staging, Tensor
 from cleave.transport.base import Channel
-from cleave.wire import messages
-from cleave.wire.frame import Buffer
+from cleave.transport.memory import memory_pair
 from cleave.wire.numbers import Codec, Matrix, NumpyCodec
 
 _REFRESH_S = 2.0
+_IDLE_S = 30.0
+"""Without work for so long while others had some, a device is told why."""
+_STAND_IN = "this server"
+
+StandIn = Callable[[Channel], Coroutine[None, None, None]]
+"""A device in the server's own process, at its end of a channel."""
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Job:
-    """A product on its way; `done` is resolved, in the event loop, when every element is in its place."""
-
-    product: Product
-    priority: int
-    format: WireFormat
-    outputs: list[Matrix]
-    blocks: Sequence[Block]
-    names: tuple[str, ...]
-    done: Future[list[Matrix]] = field(default_factory=lambda: Future[list[Matrix]]())
-    open_tasks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +55,7 @@ class Totals:
     down_bytes: int
     up_bytes: int
     waiting_s: float
+    checking_s: float
     products: int
 
 
@@ -86,26 +69,34 @@ class Cluster:
         codec: Codec | None = None,
         listener: events.Listener = lambda event: None,
         gone_s: float = 60.0,
+        stand_in: StandIn | None = None,
     ) -> None:
         self.wire: WireFormat = wire
-        self._loop, self._listener, self._gone_s = loop, _harmless(listener), gone_s
-        self._codec = codec or NumpyCodec()
-        self._roster, self._ledger = Roster(), Ledger()
-        self._staging = Staging(self._codec, self._release)
+        self._loop, self._listener, self._gone_s, self._stand_in = loop, _harmless(listener), gone_s, stand_in
+        codec = codec or NumpyCodec()
+        self._roster, self._ledger, self._inspector = Roster(), Ledger(), Inspector(codec)
+        self._staging = Staging(codec, self._release)
+        self._jobs = Jobs(
+            loop,
+            ledger=self._ledger,
+            staging=self._staging,
+            inspector=self._inspector,
+            fleet=lambda: self._fleet[1],
+            alone=self._wait_or_compute,
+            listener=self._listener,
+        )
         self._dispatcher = Dispatcher(
+            loop,
             ledger=self._ledger,
             roster=self._roster,
             staging=self._staging,
             keys=keys or Keys(),
-            describe=self._describe,
-            accepted=self._accept,
-            orphaned=self._redo,
+            work=self._jobs,
             fleet_changed=self._fleet_changed,
             listener=self._listener,
         )
-        self._task_ids = itertools.count(1)
-        self._tasks: dict[TaskId, tuple[Job, Piece]] = {}
-        self._parked: list[tuple[Job, Block]] = []
+        self._jobs.handle = self._dispatcher.handle
+        self._standing_in: set[asyncio.Task[None]] = set()
         self._giving_up: asyncio.TimerHandle | None = None
         self._plans: dict[Linear, LinearPlan] = {}
         self._rows_suffice: set[Linear] = set()
@@ -117,7 +108,6 @@ class Cluster:
         self._products = 0
         self._waiting_s = 0.0
         self._refresher: asyncio.TimerHandle | None = None
-        self._closed: FleetGoneError | None = None
 
     # -------------------------------------------------------------------------------------------- any thread
 
@@ -165,7 +155,7 @@ class Cluster:
         partial = any(block.inner != (0, product.gemm.k) for block in job.blocks)
         job.outputs = [(np.zeros if partial else np.empty)(shape, dtype=np.float32) for shape in product.outputs]
         self._products += 1
-        self._loop.call_soon_threadsafe(self._start, job)
+        self._loop.call_soon_threadsafe(self._jobs.start, job)
         return job.done
 
     def wait(self, future: Future[list[Matrix]]) -> list[Matrix]:
@@ -186,8 +176,7 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        profiles = self._fleet[1]
-        return len(profiles) if profiles else 0
+        return len(self._roster.members)
 
     @property
     def profiles(self) -> Profiles | None:
@@ -203,7 +192,7 @@ class Cluster:
 
     def totals(self) -> Totals:
         down, up = self._dispatcher.traffic()
-        return Totals(self.devices, down, up, self._waiting_s, self._products)
+        return Totals(self.devices, down, up, self._waiting_s, self._inspector.busy_s, self._products)
 
     # -------------------------------------------------------------------------------------------- event loop
 
@@ -212,111 +201,11 @@ class Cluster:
         await self._dispatcher.serve(channel)
 
     async def close(self, reason: str, *, rejoin: bool) -> None:
-        if self._refresher is not None:
-            self._refresher.cancel()
-        if self._giving_up is not None:
-            self._giving_up.cancel()
-        self._closed = FleetGoneError(f"the server closed: {reason}")
-        self._fail(self._closed)
+        for timer in (self._refresher, self._giving_up):
+            if timer is not None:
+                timer.cancel()
+        self._jobs.fail(FleetGoneError(f"the server closed: {reason}"), for_good=True)
         await self._dispatcher.close(reason, rejoin=rejoin)
-
-    def _start(self, job: Job) -> None:
-        if job.blocks and self._closed is None:
-            self._cut(job, job.blocks, job.names)
-        else:  # nobody was there
-            self._replan(job, Block(-1, *_whole(job.product)))
-
-    def _cut(self, job: Job, blocks: Sequence[Block], names: tuple[str, ...]) -> None:
-        """Blocks into tasks."""
-        tasks: list[Task] = []
-        for block in blocks:
-            device = DeviceId(names[block.device])
-            tasks += [self._task(job, piece, device) for piece in job.product.pieces(block)]
-        job.open_tasks += len(tasks)
-        self._dispatcher.handle(TasksSubmitted(tuple(tasks)))
-
-    def _task(self, job: Job, piece: Piece, device: DeviceId) -> Task:
-        operands = {
-            operand.id: operand
-            for a, b in piece.terms
-            for operand in (self._staging.slice(*a).operand, self._staging.slice(*b).operand)
-        }
-        rows, cols = piece.rows[1] - piece.rows[0], piece.cols[1] - piece.cols[0]
-        task = Task(
-            id=TaskId(next(self._task_ids)),
-            device=device,
-            priority=job.priority,
-            operands=tuple(operands.values()),
-            rows=rows,
-            cols=cols,
-            result_bytes=rows * cols * DEVICE_BYTES,
-        )
-        self._tasks[task.id] = job, piece
-        return task
-
-    def _describe(self, start: Start) -> messages.Run:
-        job, piece = self._tasks[start.task.id]
-        slices = self._staging.slice
-        return messages.Run(
-            task=start.task.id,
-            priority=start.task.priority,
-            format=job.format,
-            program=messages.Gemm(
-                layout=LAYOUTS[job.product.role],
-                terms=tuple((slices(*a).operand.id, slices(*b).operand.id) for a, b in piece.terms),
-                rows=start.task.rows,
-                cols=start.task.cols,
-            ),
-        )
-
-    def _accept(self, accept: Accept, result: messages.Result, payload: Buffer) -> None:
-        job, piece = self._tasks[accept.task.id]
-        part, (top, _), (left, _) = accept.part, piece.rows, piece.cols
-        out = job.outputs[piece.output][top + part.top : top + part.bottom, left + part.left : left + part.right]
-        self._codec.decode_into(payload, result.format, out, add=piece.is_partial)
-        if accept.finished:
-            self._roster.members[accept.task.device].tasks += 1
-            self._finish(accept.task.id)
-
-    def _finish(self, task: TaskId) -> None:
-        job, _ = self._tasks.pop(task)
-        job.open_tasks -= 1
-        if job.open_tasks == 0 and not job.done.done():
-            job.done.set_result(job.outputs)
-
-    def _redo(self, orphans: list[Orphan]) -> None:
-        """Plan what is left of tasks for those who are there."""
-        for orphan in orphans:
-            job, piece = self._tasks.pop(orphan.task.id)
-            for missing in orphan.missing:
-                block = job.product.block(piece, (missing.top, missing.bottom), (missing.left, missing.right))
-                self._replan(job, block)
-            job.open_tasks -= 1
-
-    def _replan(self, job: Job, block: Block) -> None:
-        if self._closed is not None:
-            _fail(job, self._closed)
-        if job.done.done():  # failed
-            return
-        profiles = self._fleet[1]
-        if profiles is None:
-            self._park(job, block)
-            return
-        m, n, k = (end - start for start, end in (block.rows, block.cols, block.inner))
-        linear = Linear(tokens=m, in_width=k, out_width=n, roles=("forward",))
-        try:
-            parts = plan_linear(profiles, linear, job.format, search=False).blocks["forward"]
-        except InfeasibleError as fault:
-            _fail(job, fault)
-            return
-        moved = [
-            Block(part.device, *(_shift(of, by) for of, by in zip(part[1:], block[1:], strict=True))) for part in parts
-        ]
-        whole_inner = block.inner == (0, job.product.gemm.k)
-        if whole_inner and any(part.inner != block.inner for part in moved):  # now a sum, which starts from zero
-            for piece in job.product.pieces(block):
-                job.outputs[piece.output][slice(*piece.rows), slice(*piece.cols)] = 0
-        self._cut(job, moved, profiles.names)
 
     # -------------------------------------------------------------------------------------------- fleet
 
@@ -328,31 +217,30 @@ class Cluster:
             if self._giving_up is not None:
                 self._giving_up.cancel()
                 self._giving_up = None
-            parked, self._parked = self._parked, []
-            for job, block in parked:
-                self._replan(job, block)
-                job.open_tasks -= 1
+            if len(self._roster.members) > 1 and _STAND_IN in self._roster.members:
+                self._dispatcher.part(_STAND_IN, "a device is there again", rejoin=False)
+            self._jobs.unpark()
             self._refresh_later()
 
-    def _park(self, job: Job, block: Block) -> None:
-        self._parked.append((job, block))
-        job.open_tasks += 1  # so that it cannot finish without this
-        if self._giving_up is None:
-            self._listener(events.Paused(reason=f"no device is there; waiting {self._gone_s:.0f} s for one to join"))
-            self._giving_up = self._loop.call_later(self._gone_s, self._give_up)
+    def _wait_or_compute(self, reason: str) -> None:
+        """Work is there and nobody who can do it."""
+        if self._giving_up is not None or self._standing_in:
+            return
+        if self._stand_in is not None and not self._roster.members:
+            self._listener(events.Paused(reason="no device is there; this server computes until one joins"))
+            servers, devices = memory_pair()
+            for stay in (self._dispatcher.serve(servers, own=_STAND_IN), self._stand_in(devices)):
+                task = self._loop.create_task(stay)
+                self._standing_in.add(task)
+                task.add_done_callback(self._standing_in.discard)
+            return
+        self._listener(events.Paused(reason=f"{reason}; waiting {self._gone_s:.0f} s for one to join"))
+        self._giving_up = self._loop.call_later(self._gone_s, self._give_up, reason)
 
-    def _give_up(self) -> None:
+    def _give_up(self, reason: str) -> None:
         self._giving_up = None
-        self._fail(
-            FleetGoneError(
-                f"no device for {self._gone_s:.0f} s, so the work stopped; start devices with cleave join and resume"
-            )
-        )
-
-    def _fail(self, fault: CleaveError) -> None:
-        for job, _ in (*self._parked, *self._tasks.values()):
-            _fail(job, fault)
-        self._parked.clear()
+        waited = f"{reason}, for {self._gone_s:.0f} s, so the work stopped; start devices with cleave join and resume"
+        self._jobs.fail(FleetGoneError(waited), for_good=False)
 
     def _refresh_later(self) -> None:
         if self._refresher is None:
@@ -360,11 +248,28 @@ class Cluster:
 
     def _refresh(self) -> None:
         self._refresher = None
-        self._dispatcher.probe()
+        self._dispatcher.heartbeat()
         self._roster.refresh()
         self._fleet = (self._roster.number, self._roster.profiles())
+        self._tell_idle_ones()
         if self._fleet[1] is not None:
             self._refresh_later()
+
+    def _tell_idle_ones(self) -> None:
+        """Plans leave out who would make the others wait."""
+        now = self._loop.time()
+        for member in self._roster.members.values():
+            if self._ledger.unfinished(DeviceId(member.name)) or member.tasks_then != member.tasks:
+                member.idle_since, member.was_told_idle, member.products_then = now, False, self._products
+                member.tasks_then = member.tasks
+            has_missed_some = self._products - member.products_then > 1
+            if now - member.idle_since > _IDLE_S and has_missed_some and not member.was_told_idle:
+                member.was_told_idle = True
+                self._dispatcher.tell_idle(
+                    member.name,
+                    f"at {member.flops.value / 1e9:.1f} GFLOP/s, {member.down.value / 1e6:.1f} MB/s down and "
+                    f"{member.up.value / 1e6:.1f} MB/s up, the others end sooner without this device; it is in reserve",
+                )
 
     def _release(self, operands: tuple[OperandId, ...]) -> None:
         if self._loop.is_closed():
@@ -387,17 +292,3 @@ def _harmless(listener: events.Listener) -> events.Listener:
             log.exception("an event could not be told: %s", event)
 
     return listen
-
-
-def _fail(job: Job, fault: CleaveError) -> None:
-    if not job.done.done():
-        job.done.set_exception(fault)
-
-
-def _whole(product: Product) -> tuple[tuple[int, int], tuple[int, int], tuple[int, int]]:
-    gemm = product.gemm
-    return (0, gemm.m), (0, gemm.n), (0, gemm.k)
-
-
-def _shift(part: tuple[int, int], by: tuple[int, int]) -> tuple[int, int]:
-    return part[0] + by[0], part[1] + by[0]

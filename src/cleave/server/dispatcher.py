@@ -1,8 +1,9 @@
 """The asyncio shell of the ledger: one connection a device, commands out, results in.
 
-It decides nothing. Commands become messages in each device's queue, the most urgent first; messages that came become
-events. A device that breaks the protocol or vanishes is removed with its reason, and what was left of its tasks goes
-back to the cluster; no other device notices. All of it lives in the server's event loop.
+It decides nothing. Commands become messages in each device's line (`lines.py`), the most urgent first; messages that
+came become events, results after they were inspected. A device that breaks the protocol, lies, stalls or vanishes is
+parted with, and what was left of its tasks goes back to the cluster; no other device notices. All of it lives in the
+server's event loop.
 """
 
 from __future__ import annotations
@@ -12,219 +13,307 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
+from typing import Protocol
 
 from cleave import events
-from cleave.core.ledger import (
+from cleave.core.ledger import TICK_S, Ledger
+from cleave.core.rectangles import Rectangle
+from cleave.core.tasks import (
     Accept,
+    Back,
+    Cancel,
+    CancelSent,
     Command,
+    DeviceAnswered,
     DeviceId,
     DeviceJoined,
     DeviceLeft,
     Event,
     Forget,
-    Ledger,
+    Hedge,
+    Late,
+    OperandId,
     Orphan,
+    Overdue,
+    PaceMeasured,
     Refuse,
+    Resend,
     ResultArrived,
     Start,
+    Task,
     TaskFailed,
     TaskId,
+    Tick,
 )
-from cleave.core.rectangles import Rectangle
-from cleave.errors import CleaveError, ConnectionLost, ProtocolError
+from cleave.errors import CleaveError, ConnectionLost, ProtocolError, WrongResult
+from cleave.server.handshake import joined, welcome
 from cleave.server.keys import Keys
+from cleave.server.lines import Line, Meter, Sending, send_all
 from cleave.server.roster import Member, Roster
 from cleave.server.staging import Staging
 from cleave.transport.base import Channel, Received
 from cleave.wire import messages
 from cleave.wire.frame import Buffer
-from cleave.wire.messages import AnyMessage
-from cleave.wire.numbers import encoded_bytes
+from cleave.wire.numbers import Matrix, encoded_bytes
 
-_HANDSHAKE_S = 10.0
-_PROBES = 3
-_PROBE_BYTES = 1 << 20
 _GOODBYE_S = 2.0
+_SILENCE_S = 10.0
 _MOST_FAILURES = 3
-_URGENT = -1  # before every task
+_MOST_REFUSED = 16
+_AT_ONCE = -1  # before every task
 
 log = logging.getLogger(__name__)
 
-Outgoing = Iterable[tuple[AnyMessage, Buffer]]
-Accepted = Callable[[Accept, messages.Result, Buffer], None]
+
+class Work(Protocol):
+    """What the dispatcher asks of whoever gave it tasks to hand out."""
+
+    def describe(self, task: Task) -> messages.Run: ...
+
+    def inspect(self, task: Task, part: Rectangle, result: messages.Result, payload: Buffer, harder: bool) -> Matrix:
+        """The numbers of a result, found right; WrongResult if they are not."""
+        ...
+
+    def accept(self, accept: Accept, values: Matrix) -> None: ...
+
+    def reject(self, task: Task, reason: str) -> None: ...
+
+    def redo(self, orphans: list[Orphan], device: DeviceId | None) -> None:
+        """Plan again what nobody has; `device` is who left it."""
+        ...
+
+    def hedge(self, hedges: list[Hedge]) -> None: ...
 
 
-class _Line:
-    """What is to be sent to one device."""
+class _Parted(CleaveError):
+    """The server ends a device's stay."""
 
-    def __init__(self) -> None:
-        self.queue: asyncio.PriorityQueue[tuple[int, int, Outgoing]] = asyncio.PriorityQueue()
-        self._order = itertools.count()
-
-    def put(self, priority: int, outgoing: Outgoing) -> None:
-        self.queue.put_nowait((priority, next(self._order), outgoing))
+    def __init__(self, reason: str, *, rejoin: bool) -> None:
+        super().__init__(reason)
+        self.rejoin = rejoin
 
 
 class Dispatcher:
     def __init__(
         self,
+        loop: asyncio.AbstractEventLoop,
         *,
         ledger: Ledger,
         roster: Roster,
         staging: Staging,
         keys: Keys,
-        describe: Callable[[Start], messages.Run],
-        accepted: Accepted,
-        orphaned: Callable[[list[Orphan]], None],
+        work: Work,
         fleet_changed: Callable[[], None],
         listener: events.Listener,
     ) -> None:
         self._ledger, self._roster, self._staging, self._keys = ledger, roster, staging, keys
-        self._describe, self._accepted, self._orphaned = describe, accepted, orphaned
-        self._fleet_changed, self._listener = fleet_changed, listener
-        self._lines: dict[DeviceId, _Line] = {}
+        self._loop, self._work, self._listener = loop, work, listener
+        self._fleet_changed = fleet_changed
+        self._lines: dict[DeviceId, Line] = {}
         self._channels: dict[DeviceId, Channel] = {}
-        self._result: tuple[messages.Result, Buffer] | None = None
-        self._goodbye = ""
+        self._parting: dict[DeviceId, asyncio.Future[str]] = {}
+        self._values: Matrix | None = None
+        self._ticking: asyncio.TimerHandle | None = None
+        self._goodbye: tuple[str, bool] | None = None
         self._gone_down = self._gone_up = 0
 
-    def handle(self, event: Event) -> None:
-        """Let the ledger decide on an event, and do what it says."""
-        orphans: list[Orphan] = []
-        for command in self._ledger.handle(event):
-            self._act(command, orphans)
-        if orphans:
-            self._orphaned(orphans)
+    # -------------------------------------------------------------------------------------------- the ledger's shell
 
-    def _act(self, command: Command, orphans: list[Orphan]) -> None:
+    def handle(self, event: Event, device: DeviceId | None = None) -> None:
+        """Let the ledger decide on an event, and do what it says; `device` is who is to blame for orphans."""
+        orphans: list[Orphan] = []
+        hedges: list[Hedge] = []
+        for command in self._ledger.handle(event, self._loop.time()):
+            self._act(command, orphans, hedges)
+        if orphans:
+            self._work.redo(orphans, device)
+        if hedges:
+            self._work.hedge(hedges)
+        if self._ticking is None and self._ledger.is_busy:
+            self._ticking = self._loop.call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = None
+        self.handle(Tick())
+
+    def _act(self, command: Command, orphans: list[Orphan], hedges: list[Hedge]) -> None:
         match command:
             case Start(task, missing):
-                run = self._describe(command)
-                strips = [self._staging.strips(operand) for operand in missing]
-                self._lines[task.device].put(task.priority, _in_turn(run, strips))
+                self._send(task, missing)
+            case Cancel(task):
+                self._cancel(task)
+            case Resend(device, operands):
+                self._lines[device].put_first(messages.Drop(operands=operands))
+                strips = [self._staging.strips(operand) for operand in operands]
+                self._lines[device].put(_AT_ONCE, itertools.chain.from_iterable(strips))
             case Forget(device, operands):
-                self._lines[device].put(_URGENT, [(messages.Drop(operands=operands), b"")])
+                self._lines[device].put_first(messages.Drop(operands=operands))
             case Accept():
-                assert self._result is not None
-                self._accepted(command, *self._result)
-            case Refuse(device, reason):
-                log.info("refused from %s: %s", device, reason)
+                assert self._values is not None
+                self._work.accept(command, self._values)
+            case Refuse(device, reason, is_fault):
+                self._refuse(device, reason, is_fault)
             case Orphan():
                 orphans.append(command)
+            case Hedge():
+                hedges.append(command)
+            case Late(device):
+                self._listener(events.DeviceLate(device=device))
+                self._set_late(device, True)
+            case Back(device):
+                self._set_late(device, False)
+            case Overdue(device, _, waited_s, expected_s):
+                self.part(device, f"a task took {waited_s:.1f} s, where {expected_s:.2f} s were expected", rejoin=True)
+
+    def _send(self, task: Task, missing: tuple[OperandId, ...]) -> None:
+        line = self._lines[task.device]
+        strips = [(operand, self._staging.strips(operand)) for operand in missing]
+        sending = Sending(self._work.describe(task), strips, lambda operand: self._ledger.needs(task.device, operand))
+        line.sending[task.id] = sending
+
+        def sent() -> None:
+            del line.sending[task.id]
+            if sending.is_cancelled:
+                self.handle(CancelSent(task.device, task.id, tuple(sending.unsent)))
+
+        line.put(task.priority, sending, sent)
+
+    def _cancel(self, task: Task) -> None:
+        line = self._lines[task.device]
+        if task.id in line.sending:
+            line.sending[task.id].is_cancelled = True
+        else:
+            cancel = messages.Cancel(tasks=(task.id,))
+            line.put(_AT_ONCE, [(cancel, b"")], lambda: self.handle(CancelSent(task.device, task.id)))
+
+    def _set_late(self, device: DeviceId, is_late: bool) -> None:
+        self._roster.set_late(device, is_late)
+        self._fleet_changed()
+
+    def _refuse(self, device: DeviceId, reason: str, is_fault: bool) -> None:
+        log.info("refused from %s: %s", device, reason)
+        member = self._roster.members.get(device)
+        if is_fault and member is not None:
+            member.refused += 1
+            if member.refused > _MOST_REFUSED:
+                self.part(device, f"{member.refused} results that nobody asked for, the last: {reason}", rejoin=True)
+
+    def part(self, device: str, reason: str, *, rejoin: bool) -> None:
+        """End a device's stay from outside of it."""
+        parting = self._parting.get(DeviceId(device))
+        if parting is not None and not parting.done():
+            parting.set_exception(_Parted(reason, rejoin=rejoin))
 
     # -------------------------------------------------------------------------------------------- one connection
 
-    async def serve(self, channel: Channel) -> None:
-        """A device's whole stay, from its hello to its last byte."""
+    async def serve(self, channel: Channel, own: str = "") -> None:
+        """A device's whole stay, from its hello to its last byte; `own` names one that this server itself is."""
         member: Member | None = None
-        reason = "the connection closed"
+        reason, rejoin = "the connection closed", True
         try:
-            member = await self._welcome(channel)
-            if member is None:
-                return
-            name = DeviceId(member.name)
-            line = self._lines[name] = _Line()
-            self._channels[name] = channel
-            self._listener(_joined(member))
-            sender = asyncio.ensure_future(_send(channel, line, member))
-            receiver = asyncio.ensure_future(self._receive(channel, member))
-            try:
-                self.handle(DeviceJoined(name, member.memory_bytes))
-                self._fleet_changed()
-                done, _ = await asyncio.wait([sender, receiver], return_when=asyncio.FIRST_COMPLETED)
-                reason = next(iter(done)).result()
-            finally:
-                sender.cancel()
-                receiver.cancel()
-                await asyncio.gather(sender, receiver, return_exceptions=True)
+            member = await welcome(channel, self._roster, self._keys, own)
+            if member is not None:
+                reason = await self._stay(channel, member)
         except ConnectionLost as fault:
             reason = str(fault)
+        except _Parted as fault:
+            reason, rejoin = str(fault), fault.rejoin
         except (CleaveError, TimeoutError) as fault:
             reason = str(fault) or "no hello within the time allowed"
             log.info("a connection ended: %s", reason)
         finally:
             if member is not None:
-                self._remove(member, self._goodbye or reason)
+                self._remove(member, self._goodbye[0] if self._goodbye else reason)
+                await _say_goodbye(channel, *(self._goodbye or (reason, rejoin)))
             await channel.close(reason)
+
+    async def _stay(self, channel: Channel, member: Member) -> str:
+        name = DeviceId(member.name)
+        line = self._lines[name] = Line()
+        self._channels[name] = channel
+        parting = self._parting[name] = self._loop.create_future()
+        self._listener(joined(member))
+        stages = [
+            asyncio.ensure_future(send_all(channel, line, member)),
+            asyncio.ensure_future(self._receive(channel, member)),
+        ]
+        try:
+            self.handle(DeviceJoined(name, member.memory_bytes, member.pace))
+            self._fleet_changed()
+            done, _ = await asyncio.wait([parting, *stages], return_when=asyncio.FIRST_COMPLETED)
+            return next(one for one in (parting, *stages) if one in done).result()
+        finally:
+            parting.cancel()
+            for stage in stages:
+                stage.cancel()
+            await asyncio.gather(*stages, return_exceptions=True)
 
     async def close(self, reason: str, *, rejoin: bool) -> None:
         """Say goodbye to every device."""
-        self._goodbye = reason
-
-        async def say(channel: Channel) -> None:
-            with suppress(ConnectionLost, TimeoutError):
-                async with asyncio.timeout(_GOODBYE_S):
-                    await channel.send(messages.Bye(reason=reason, rejoin=rejoin))
-
-        await asyncio.gather(*map(say, self._channels.values()))
-
-    async def _welcome(self, channel: Channel) -> Member | None:
-        async with asyncio.timeout(_HANDSHAKE_S):
-            hello = (await channel.receive()).message
-            if not isinstance(hello, messages.Hello):
-                raise ProtocolError(f"expected hello, got {type(hello).__name__.lower()}")
-            reason = self._objection(hello)
-            if reason:
-                await channel.send(messages.Refused(reason=reason))
-                log.info("refused a device: %s", reason)
-                return None
-            with self._roster.reserved(hello.name) as name:
-                await channel.send(messages.Welcome(version=messages.VERSION, name=name))
-                latency_s, down, up = await _probe(channel)
-        return self._roster.add(
-            name=name,
-            kernel=hello.kernel[:40],
-            memory_bytes=hello.memory_bytes,
-            flops_per_s=hello.flops_per_s,
-            latency_s=latency_s,
-            down_bytes_per_s=down,
-            up_bytes_per_s=up,
-        )
-
-    def _objection(self, hello: messages.Hello) -> str:
-        if hello.version != messages.VERSION:
-            return (
-                f"this server speaks protocol version {messages.VERSION}, not {hello.version}; install the same release"
-            )
-        if self._keys.identify(hello.token) is None:
-            return "wrong or missing token; ask the owner of the run for it and set --token or CLEAVE_TOKEN"
-        if not (0 < hello.flops_per_s < 1e18 and 0 < hello.memory_bytes < 1 << 50):
-            return "expected positive flops_per_s and memory_bytes; measure again"
-        return ""
+        self._goodbye = (reason, rejoin)
+        if self._ticking is not None:
+            self._ticking.cancel()
+        await asyncio.gather(*(_say_goodbye(channel, reason, rejoin) for channel in self._channels.values()))
 
     async def _receive(self, channel: Channel, member: Member) -> str:
-        name = DeviceId(member.name)
+        name, meter = DeviceId(member.name), Meter(self._loop.time)
         while True:
             received = await channel.receive()
+            await meter.count()
             match received.message:
                 case messages.Result() as result:
-                    _check(result)
-                    self._measure(member, result, received)
-                    member.failures = 0
-                    part = Rectangle(
-                        result.first_row,
-                        result.first_row + result.rows,
-                        result.first_col,
-                        result.first_col + result.cols,
-                    )
-                    self._result = result, received.payload
-                    self.handle(ResultArrived(name, TaskId(result.task), part))
-                    self._result = None
+                    self._take(member, result, received)
                 case messages.Failed(task=task, reason=reason):
                     log.warning("%s could not do task %d: %s", name, task, reason)
                     member.failures += 1
                     if member.failures == _MOST_FAILURES:
                         raise CleaveError(f"could not do {_MOST_FAILURES} tasks in a row, the last: {reason[:100]}")
-                    self.handle(TaskFailed(name, TaskId(task)))
+                    self.handle(TaskFailed(name, TaskId(task)), name)
                 case messages.Probed() if member.probed_at is not None:
                     member.heard(time.perf_counter() - member.probed_at)
                     member.probed_at = None
+                    self.handle(DeviceAnswered(name))
                 case messages.Leaving(reason=reason):
                     return f"left: {reason[:100]}"
                 case other:
                     raise ProtocolError(f"a device does not send {type(other).__name__.lower()} here")
+
+    def _take(self, member: Member, result: messages.Result, received: Received) -> None:
+        """A result: is it one that was asked for, is it right, and then: who needs it."""
+        _check(result)
+        name, id = DeviceId(member.name), TaskId(result.task)
+        part = Rectangle(
+            result.first_row, result.first_row + result.rows, result.first_col, result.first_col + result.cols
+        )
+        task = self._ledger.wanted(name, id, part)
+        if isinstance(task, Refuse):
+            self._refuse(name, task.reason, task.is_fault)
+            return
+        try:
+            self._values = self._work.inspect(task, part, result, received.payload, member.trust.is_suspect)
+        except WrongResult as fault:
+            self._blame(member, str(fault))
+            self._work.reject(task, str(fault))
+            self.handle(TaskFailed(name, id), name)
+            if member.trust.is_lost:
+                raise _Parted(f"quarantined: {member.wrong} of its results were wrong", rejoin=False) from None
+            return
+        member.trust.right()
+        member.failures = member.refused = 0
+        member.verified_flops += task.flops * part.area / task.whole.area
+        self._measure(member, result, received)
+        self.handle(ResultArrived(name, id, part))
+        self._values = None
+        if id not in self._ledger.tasks(name):
+            member.tasks += 1
+
+    def _blame(self, member: Member, reason: str) -> None:
+        member.wrong += 1
+        member.trust.wrong()
+        log.warning("a wrong result from %s: %s", member.name, reason)
+        self._listener(events.ResultRefused(device=member.name, reason=reason))
 
     def _measure(self, member: Member, result: messages.Result, received: Received) -> None:
         """Learn from work what the probe could only guess."""
@@ -232,8 +321,7 @@ class Dispatcher:
         member.down.add(result.down_bytes, result.down_s)
         member.up.add(result.payload, received.link_s)
         member.up_bytes += result.payload
-        if 0 <= result.flops < math.inf and 0 <= result.compute_s < math.inf:
-            member.flops_done += result.flops
+        if 0 <= result.compute_s < math.inf:
             member.compute_s += result.compute_s
 
     def _remove(self, member: Member, reason: str) -> None:
@@ -242,19 +330,30 @@ class Dispatcher:
         channel = self._channels.pop(name)
         self._gone_down += channel.sent_bytes
         self._gone_up += channel.received_bytes
-        self._lines.pop(name, None)
+        del self._lines[name], self._parting[name]
         self._roster.remove(member.name)
         self._listener(events.DeviceLeft(device=member.name, reason=reason, lost_tasks=lost))
         self._fleet_changed()
-        self.handle(DeviceLeft(name))
+        self.handle(DeviceLeft(name), name)
 
-    def probe(self) -> None:
-        """Ask every device for a sign of life, whose time is its latency."""
+    # -------------------------------------------------------------------------------------------- from time to time
+
+    def heartbeat(self) -> None:
+        """Part with who is silent or whose token was revoked; ask the others for a sign of life."""
         for name, line in self._lines.items():
-            member = self._roster.members[name]
-            if member.probed_at is None:
+            member, silent_s = self._roster.members[name], self._channels[name].silent_s
+            self.handle(PaceMeasured(name, member.pace))
+            if silent_s > _SILENCE_S:
+                self.part(name, f"no sign of life for {silent_s:.0f} s", rejoin=True)
+            elif not self._keys.is_valid(member.key):
+                self.part(name, "the token it joined with was revoked", rejoin=False)
+            elif member.probed_at is None:
                 member.probed_at = time.perf_counter()
-                line.put(_URGENT, [(messages.Probe(answer=0), b"")])
+                line.put_first(messages.Probe(answer=0))
+
+    def tell_idle(self, device: str, reason: str) -> None:
+        self._listener(events.DeviceIdle(device=device, reason=reason))
+        self._lines[DeviceId(device)].put_first(messages.Idle(reason=reason))
 
     def traffic(self) -> tuple[int, int]:
         """Bytes down and up so far, of devices that left too."""
@@ -274,70 +373,7 @@ def _check(result: messages.Result) -> None:
         )
 
 
-async def _send(channel: Channel, line: _Line, member: Member) -> str:
-    while True:
-        outgoing = (await line.queue.get())[2]
-        for message, payload in outgoing:
-            await channel.send(message, payload)
-            member.down_bytes += len(payload)
-
-
-def _in_turn(run: messages.Run, operands: list[Iterator[tuple[messages.Store, memoryview]]]) -> Outgoing:
-    """The task, then its operands' strips in turn, so that the square that can be computed grows.
-
-    Where b must be whole before a row can be computed (nn), b goes first.
-    """
-    yield run, b""
-    if run.program.layout == "nn":
-        operands = list(reversed(operands))
-        yield from itertools.chain.from_iterable(operands)
-        return
-    while operands:
-        for strips in list(operands):
-            strip = next(strips, None)
-            if strip is None:
-                operands.remove(strips)
-            else:
-                yield strip
-
-
-async def _probe(channel: Channel) -> tuple[float, float, float]:
-    """Latency, and bytes per second down and up, from a few small exchanges."""
-    latency_s, down, up = float("inf"), 0.0, 0.0
-    for _ in range(_PROBES):
-        started = time.perf_counter()
-        await channel.send(messages.Probe(answer=0))
-        await _probed(channel)
-        latency_s = min(latency_s, time.perf_counter() - started)
-    size = 64 << 10
-    while True:  # larger until it takes long enough to tell
-        started = time.perf_counter()
-        await channel.send(messages.Probe(answer=size // 4, payload=size), bytes(size))
-        answer = await _probed(channel)
-        took_s = max(time.perf_counter() - started - latency_s, 1e-6)
-        assert isinstance(answer.message, messages.Probed)
-        up_s = max(answer.link_s, 1e-7)
-        down_s = max(min(took_s, max(answer.message.down_s, 0.0)), took_s - up_s, 1e-7)
-        down, up = size / down_s, size / 4 / up_s
-        if took_s > 0.05 or size >= 4 * _PROBE_BYTES:
-            return latency_s, min(down, 20e9), min(up, 20e9)
-        size *= 4
-
-
-async def _probed(channel: Channel) -> Received:
-    received = await channel.receive()
-    if not isinstance(received.message, messages.Probed):
-        raise ProtocolError(f"expected probed, got {type(received.message).__name__.lower()}")
-    return received
-
-
-def _joined(member: Member) -> events.DeviceJoined:
-    return events.DeviceJoined(
-        device=member.name,
-        flops_per_s=member.flops.value,
-        down_bytes_per_s=member.down.value,
-        up_bytes_per_s=member.up.value,
-        latency_s=member.latency_s,
-        memory_bytes=member.memory_bytes,
-        kernel=member.kernel,
-    )
+async def _say_goodbye(channel: Channel, reason: str, rejoin: bool) -> None:
+    with suppress(ConnectionLost, TimeoutError):
+        async with asyncio.timeout(_GOODBYE_S):
+            await channel.send(messages.Bye(reason=reason, rejoin=rejoin))

@@ -1,8 +1,9 @@
 """Who is in the fleet and what each can do, as measured all the time.
 
 A rate is bytes (or operations) over the seconds they took, both fading, so that it follows a device that slows down
-within some tens of results and is not moved by one odd one. The planner sees a snapshot (`Profiles`), which changes,
-with its number, only when a device comes or goes or a rate has moved far enough to matter, so that plans can be kept.
+within some tens of results and is not moved by one odd one. The planner sees a snapshot (`Profiles`) of those who are
+not late, which changes, with its number, only when a device comes, goes, lags or a rate has moved far enough to matter,
+so that plans can be kept. What a device did and how far it is trusted outlives its connection.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from cleave.core.fleet import Profiles
+from cleave.core.tasks import Pace
+from cleave.core.trust import Trust
 
 _FADE_BYTES = 32e6  # a link's memory: what counts half
 _FADE_S = 1.0  # a processor's memory: compute seconds that count half
@@ -43,6 +46,10 @@ class Rate:
         self._amount = self._amount * keep + amount
         self._seconds = self._seconds * keep + max(seconds, amount / self._most)
 
+    def halve(self) -> None:
+        """For a device that is late with no word of why; what it does from now on tells the truth."""
+        self._amount /= 2
+
 
 @dataclass(slots=True)
 class Member:
@@ -53,19 +60,39 @@ class Member:
     flops: Rate
     down: Rate
     up: Rate
+    address: str = ""
+    key: str = ""
+    """By which of the run's tokens it joined."""
+    trust: Trust = field(default_factory=Trust)
     tasks: int = 0
-    flops_done: float = 0.0
+    verified_flops: float = 0.0
+    """Of results that were checked and found right: its credit."""
+    wrong: int = 0
+    """Results that were found wrong."""
     compute_s: float = 0.0
+    """As it says itself."""
     down_bytes: int = 0
     up_bytes: int = 0
     failures: int = 0
     """Tasks in a row that it could not do."""
+    refused: int = 0
+    """Results in a row that nobody had asked it for."""
+    is_late: bool = False
+    idle_since: float = 0.0
+    """When it last had something to do."""
+    tasks_then: int = -1
+    products_then: int = 0
+    was_told_idle: bool = False
     probed_at: float | None = None
     """When the probe was sent whose answer is awaited."""
 
     def heard(self, round_trip_s: float) -> None:
         """A probe's answer, which may have waited behind other messages: the least counts, and slowly fades."""
         self.latency_s = min(round_trip_s, self.latency_s * _LATENCY_FADE)
+
+    @property
+    def pace(self) -> Pace:
+        return Pace(*self.rates, self.latency_s)
 
     @property
     def rates(self) -> tuple[float, float, float]:
@@ -77,6 +104,10 @@ class Member:
         now = (*self.rates, self.latency_s)
         far = (_MOVED, _MOVED, _MOVED, _LATENCY_MOVED)
         return any(not 1 / most < value / before < most for value, before, most in zip(now, seen, far, strict=True))
+
+
+_OUTLIVES = ("trust", "tasks", "verified_flops", "wrong", "compute_s", "down_bytes", "up_bytes")
+"""What of a member stays when it leaves and returns under its name."""
 
 
 class Roster:
@@ -100,6 +131,8 @@ class Roster:
         latency_s: float,
         down_bytes_per_s: float,
         up_bytes_per_s: float,
+        address: str = "",
+        key: str = "",
     ) -> Member:
         member = Member(
             name=name,
@@ -109,11 +142,13 @@ class Roster:
             flops=Rate(flops_per_s, flops_per_s * _FADE_S, _MOST_FLOPS_PER_S),
             down=Rate(down_bytes_per_s, _FADE_BYTES, _MOST_BYTES_PER_S),
             up=Rate(up_bytes_per_s, _FADE_BYTES, _MOST_BYTES_PER_S),
+            address=address,
+            key=key,
         )
         before = self.past.pop(name, None)
         if before is not None:
-            member.tasks, member.flops_done, member.compute_s = before.tasks, before.flops_done, before.compute_s
-            member.down_bytes, member.up_bytes = before.down_bytes, before.up_bytes
+            for kept in _OUTLIVES:
+                setattr(member, kept, getattr(before, kept))
         self.members[name] = member
         self._changed()
         return member
@@ -121,6 +156,20 @@ class Roster:
     def remove(self, name: str) -> None:
         self.past[name] = self.members.pop(name)
         self._changed()
+
+    def set_late(self, name: str, is_late: bool) -> None:
+        member = self.members.get(name)
+        if member is not None and member.is_late != is_late:
+            member.is_late = is_late
+            if is_late:
+                for rate in (member.flops, member.down, member.up):
+                    rate.halve()
+            self._changed()
+
+    def is_quarantined(self, name: str, address: str) -> bool:
+        """Whether a device of that name came from that address before and is trusted no more."""
+        before = self.past.get(name)
+        return before is not None and before.address == address and before.trust.is_lost
 
     @contextmanager
     def reserved(self, name: str) -> Generator[str]:
@@ -136,9 +185,9 @@ class Roster:
             self._reserved.discard(free)
 
     def profiles(self) -> Profiles | None:
-        """The present snapshot; None while nobody is there."""
+        """The present snapshot; None while nobody is there. Where all are late, they are better than none."""
         if self._snapshot is None and self.members:
-            members = list(self.members.values())
+            members = [member for member in self.members.values() if not member.is_late] or [*self.members.values()]
             self._seen = {member.name: (*member.rates, member.latency_s) for member in members}
             self._snapshot = Profiles(
                 names=tuple(member.name for member in members),

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from cleave.core.cost import DEVICE_BYTES, WireFormat
-from cleave.core.ledger import Operand, OperandId
+from cleave.core.tasks import Operand, OperandId
 from cleave.wire.messages import Store
 from cleave.wire.numbers import Codec, Encoded, Matrix, encoded_bytes
 
@@ -62,6 +62,14 @@ class Tensor:
         width = size // self.cols
         table = encoded.reshape(self.rows, size)[rows[0] : rows[1], cols[0] * width : cols[1] * width]
         return np.ascontiguousarray(table).reshape(-1).data
+
+    def values(self, rows: Range, cols: Range, codec: Codec) -> Matrix:
+        """The same as numbers, rounded as a device sees them; a view wherever nothing is rounded."""
+        if self.format == "fp32" and self._matrix is not None:
+            return self._matrix[rows[0] : rows[1], cols[0] : cols[1]]
+        values = np.empty((rows[1] - rows[0], cols[1] - cols[0]), dtype=np.float32)
+        codec.decode_into(self.payload(rows, cols, codec), self.format, values)
+        return values
 
 
 class Slice(NamedTuple):
@@ -110,8 +118,12 @@ class Staging:
     def slice(self, tensor: Tensor, rows: Range, cols: Range) -> Slice:
         found = tensor.slices.get((rows, cols))
         if found is None:
-            size = (rows[1] - rows[0]) * (cols[1] - cols[0]) * DEVICE_BYTES
-            operand = Operand(id=OperandId(next(self._ids)), bytes=size)
+            height, width = rows[1] - rows[0], cols[1] - cols[0]
+            operand = Operand(
+                id=OperandId(next(self._ids)),
+                bytes=height * width * DEVICE_BYTES,
+                wire_bytes=encoded_bytes(tensor.format, height, width),
+            )
             found = Slice(operand, weakref.ref(tensor), rows, cols)
             tensor.slices[rows, cols] = found
             self._slices[operand.id] = found

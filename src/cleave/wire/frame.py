@@ -33,7 +33,9 @@ def parts(payload: Buffer) -> Iterator[memoryview]:
 class Assembler:
     """Byte strings of one channel in, whole messages out. Raises ProtocolError at the first thing that does not fit."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_payload: int = PAYLOAD_BYTES) -> None:
+        self.most_payload = most_payload
+        """Of messages to come, in bytes; 0 takes headers alone."""
         self._message: AnyMessage | None = None
         self._payload = bytearray()
         self._filled = 0
@@ -60,10 +62,9 @@ class Assembler:
         if len(data) > HEADER_BYTES:
             raise ProtocolError(f"expected a header of at most {HEADER_BYTES} bytes, got {len(data)}")
         message = messages.decode(data)
-        if not 0 <= message.payload <= PAYLOAD_BYTES:
-            raise ProtocolError(
-                f"expected a payload of at most {PAYLOAD_BYTES} bytes, got {message.payload}; cut it smaller"
-            )
+        most = min(self.most_payload, PAYLOAD_BYTES)
+        if not 0 <= message.payload <= most:
+            raise ProtocolError(f"expected a payload of at most {most} bytes, got {message.payload}; cut it smaller")
         if message.payload == 0:
             return message, b""
         self._message = message

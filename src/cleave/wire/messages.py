@@ -15,7 +15,12 @@ import msgspec
 from cleave.core.cost import WireFormat
 from cleave.errors import ProtocolError
 
-VERSION = 1
+VERSION = 2
+
+_QUOTED = 160
+
+CHECKED_COLUMNS = 128
+"""Rectangles of a result begin and end at multiples of this, or at the block's last column: they are checked so."""
 
 Layout = Literal["nt", "nn", "tn"]
 """How the stored operands enter the product: nt A B^T, nn A B, tn A^T B. No side ever transposes a copy."""
@@ -137,9 +142,15 @@ class Drop(Message, frozen=True, kw_only=True):
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """Forget tasks; a result already on its way is refused by the server."""
+    """Forget tasks: others were faster. A result already on its way is refused, and nobody is blamed."""
 
     tasks: tuple[int, ...]
+
+
+class Idle(Message, frozen=True, kw_only=True):
+    """There is no work for the device now, and why; it may stay in reserve."""
+
+    reason: str
 
 
 class Bye(Message, frozen=True, kw_only=True):
@@ -150,7 +161,7 @@ class Bye(Message, frozen=True, kw_only=True):
 
 
 FromDevice = Hello | Probed | Result | Failed | Leaving
-FromServer = Welcome | Refused | Probe | Store | Run | Drop | Cancel | Bye
+FromServer = Welcome | Refused | Probe | Store | Run | Drop | Cancel | Idle | Bye
 AnyMessage = FromDevice | FromServer
 
 _encoder = msgspec.msgpack.Encoder()
@@ -165,4 +176,9 @@ def decode(header: bytes | bytearray | memoryview) -> AnyMessage:
     try:
         return _decoder.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
-        raise ProtocolError(f"expected a message of protocol version {VERSION}, but {fault}") from None
+        raise ProtocolError(f"expected a message of protocol version {VERSION}, but {_plain(fault)}") from None
+
+
+def _plain(fault: Exception) -> str:
+    """In one short line: what a decoder complains of may quote a stranger."""
+    return "".join(letter if letter.isprintable() else "?" for letter in str(fault)[:_QUOTED])

@@ -13,6 +13,7 @@ Plans depend on sizes and profiles alone, so equal layers share one and a row al
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -155,9 +156,17 @@ def fill(rows: int, fixed_s: Floats, row_s: Floats, most: Floats) -> Ints | None
     exact = filled(high)
     shares = np.floor(exact).astype(np.int64)
     left = rows - int(shares.sum())
-    # at most one row each, to those that end soonest with it
-    after = np.where(shares + 1 <= most, fixed_s + row_s * (shares + 1), np.inf)
-    shares[np.argsort(after, kind="stable")[:left]] += 1
+    # one by one to whoever ends soonest with it: a fast device may take several while a slow one does its first
+    open_to = np.flatnonzero(shares + 1 <= most)
+    ends = [(float(fixed_s[i] + row_s[i] * (shares[i] + 1)), int(i)) for i in open_to]
+    heapq.heapify(ends)
+    for _ in range(left):
+        end, i = ends[0]
+        shares[i] += 1
+        if shares[i] + 1 <= most[i]:
+            heapq.heapreplace(ends, (end + float(row_s[i]), i))
+        else:
+            heapq.heappop(ends)
     return shares
 
 

@@ -3,7 +3,8 @@
 Strips of both operands come in turn, so what can be computed grows as a square (nt): new rows against all columns so
 far, then new columns against the rows before. With inner rows (tn) the block is a sum over strips, returned at the
 end; else (nn) rows follow once b is whole. Rectangles are about four megabytes, so that results go up while the next is
-computed. Which rectangle comes next is decided here; multiplying and sending are the worker's.
+computed; their columns begin and end where the server checks them. Which rectangle comes next is decided here;
+multiplying and sending are the worker's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from cleave.core.rectangles import Rectangle
 from cleave.device.programs.kernels import Array, Kernel
 from cleave.device.store import Operand, Store
 from cleave.errors import ProtocolError
-from cleave.wire.messages import Gemm
+from cleave.wire.messages import CHECKED_COLUMNS, Gemm
 
 _RESULT_ELEMENTS = 1 << 20  # a rectangle of about 4 MB: one part of a payload
 _LEAST_SIDE = 512
@@ -77,7 +78,7 @@ class GemmTask:
         else:
             cols = program.cols if all(b.is_whole for _, b in pairs) else 0
         rows = _worth(self._done_rows, rows, program.rows)
-        cols = _worth(self._done_cols, cols, program.cols)
+        cols = _worth(self._done_cols, cols if cols == program.cols else cols - cols % CHECKED_COLUMNS, program.cols)
         if rows * cols <= self._done_rows * self._done_cols:
             return
         self._todo += _strips(Rectangle(0, self._done_rows, self._done_cols, cols))
