@@ -2,7 +2,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: demo test check lint types bench bench-live clean
+# seconds for each target of `make fuzz`
+FUZZ_S ?= 60
+
+.PHONY: demo test check lint types bench bench-live fuzz clean
 
 demo: .venv/ready
 	$(BIN)/cleave train
@@ -26,6 +29,12 @@ bench: .venv/ready
 bench-live: .venv/ready
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[peers]'
 	$(BIN)/python benchmarks/run.py benchmarks/scenarios/live.toml
+
+fuzz: .venv/ready
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[fuzz]'
+	for target in header frames stream; do \
+		$(BIN)/python fuzz/decoders.py $$target -max_total_time=$(FUZZ_S) || exit 1; \
+	done
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

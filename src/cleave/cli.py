@@ -63,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(verb=None)
     _add_train(verbs.add_parser)
     _add_join(verbs.add_parser)
+    _add_token(verbs.add_parser)
     _add_plan(verbs.add_parser)
     _add_fleet(verbs.add_parser)
     return parser
@@ -94,9 +95,17 @@ def _add_train(add: _AddVerb) -> None:
     verb.add_argument("--device-threads", type=_count, metavar="N", help="threads of each local device (default: 1)")
     verb.add_argument("--listen", metavar="HOST:PORT", help="where devices join, such as 0.0.0.0:7077")
     verb.add_argument("--token", metavar="TEXT", help="what devices must know (default: CLEAVE_TOKEN, or made up)")
+    verb.add_argument("--tls", action="store_true", default=None, help="encrypt, with a certificate made for the run")
+    verb.add_argument("--tls-certificate", metavar="FILE", help="encrypt, with this certificate and its chain (PEM)")
+    verb.add_argument("--tls-key", metavar="FILE", help="the certificate's key (PEM), if it is in another file")
     verb.add_argument("--wait", type=_rate, dest="wait_s", metavar="S", help="how long to wait for devices")
+    verb.add_argument(
+        "--alone", choices=["wait", "compute"], help="what to do while no device is there (default: wait)"
+    )
+    verb.add_argument("--alone-wait", type=_rate, dest="alone_wait_s", metavar="S", help="and for how long (3600)")
     verb.add_argument("--eval-every", type=_devices, metavar="N", help="steps between evaluations")
     verb.add_argument("--save-every", type=_devices, metavar="N", help="steps between checkpoints")
+    verb.add_argument("--save-minutes", type=_minutes, metavar="M", help="and minutes between them (default: 10)")
     verb.add_argument("--keep", type=_count, metavar="N", help="checkpoints that stay on disk")
     verb.add_argument("--out", metavar="DIR", help="the run's directory (default: a new one in CLEAVE_HOME)")
     verb.add_argument("--resume", action="store_true", help="go on with the run in --out, or with the newest one")
@@ -161,6 +170,46 @@ def _run_join(options: argparse.Namespace) -> None:
         quiet=options.quiet,
         with_parent=options.with_parent,
     )
+
+
+def _add_token(add: _AddVerb) -> None:
+    verb = add(
+        "token",
+        help="say who may join a run, or look into it",
+        description="Say who may join a run, or look into it. A running server notices within seconds.",
+    )
+    actions = verb.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=_Parser)
+    new = actions.add_parser("add", help="make a token; it is shown once, and only its hash is kept")
+    new.add_argument(
+        "--role", choices=["device", "admin"], default="device", help="device: may join; admin: may ask for the status"
+    )
+    new.set_defaults(run=_run_token_add)
+    listing = actions.add_parser("list", help="list the run's tokens, by their ids")
+    listing.set_defaults(run=_run_token_list)
+    revoke = actions.add_parser("revoke", help="end a token, and let go of the devices that joined by it")
+    revoke.add_argument("id", metavar="ID", help="as shown by list")
+    revoke.set_defaults(run=_run_token_revoke)
+    for action in (new, listing, revoke):
+        action.add_argument("--out", required=True, metavar="RUN_DIR", help="the run's directory")
+        action.add_argument("--json", action="store_true", help="print it as JSON")
+
+
+def _run_token_add(options: argparse.Namespace) -> None:
+    from cleave import live
+
+    live.run_token_add(out=options.out, role=options.role, as_json=options.json)
+
+
+def _run_token_list(options: argparse.Namespace) -> None:
+    from cleave import live
+
+    live.run_token_list(out=options.out, as_json=options.json)
+
+
+def _run_token_revoke(options: argparse.Namespace) -> None:
+    from cleave import live
+
+    live.run_token_revoke(out=options.out, id=options.id, as_json=options.json)
 
 
 def _add_plan(add: _AddVerb) -> None:
@@ -291,6 +340,10 @@ def _count(text: str) -> int:
 
 def _devices(text: str) -> int:
     return 0 if text.strip() == "0" else _count(text)
+
+
+def _minutes(text: str) -> float:
+    return 0.0 if text.strip() == "0" else _rate(text)
 
 
 def _rate(text: str) -> float:

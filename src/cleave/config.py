@@ -82,7 +82,9 @@ class TrainConfig:
     eval_batches: CountOrNone = 4
     """Micro-batches of held-back text in one evaluation; 0: never evaluate."""
     save_every: CountOrNone = 50
-    """Steps between checkpoints; 0: only at the end, or when something stops the run."""
+    """Steps between checkpoints; 0: none by steps. There is always one at the end, or when something stops the run."""
+    save_minutes: Annotated[float, Range(0)] = 10.0
+    """The most that a killed server loses, in minutes: a checkpoint after that time without one; 0: none by time."""
     keep: Count = 2
     """How many checkpoints stay on disk, the newest ones."""
     wire: Wire = "fp32"
@@ -96,11 +98,21 @@ class TrainConfig:
     listen: str = "127.0.0.1:0"
     """HOST:PORT that devices dial; port 0 is any free one."""
     token: str | None = None
-    """The secret that a device must know to join. It is not written into the run directory."""
+    """The secret that a device must know to join. Only its hash is written into the run directory."""
+    tls: bool = False
+    """Encrypt connections, with a certificate the server makes and devices know by its fingerprint, or a given one."""
+    tls_certificate: Path | None = None
+    """A certificate with its chain, in PEM, for the name that devices dial; implies `tls`."""
+    tls_key: Path | None = None
+    """Its key, in PEM, if that is another file."""
     out: Path | None = None
     """The run directory; without it, one is chosen."""
     wait_s: Annotated[float, Range(0, above=True)] = 60.0
     """How long to wait for a first device."""
+    alone: Literal["wait", "compute"] = "wait"
+    """When every device is gone: wait for one to join, or let the server itself compute until then."""
+    alone_wait_s: Annotated[float, Range(0, above=True)] = 3600.0
+    """How long to wait before the run stops, with its last finished step saved."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Of the parameters."""
     autocast: Literal["bf16"] | None = None
@@ -128,6 +140,8 @@ def load_config(path: Path | None, overrides: Mapping[str, object]) -> TrainConf
     hints = get_type_hints(TrainConfig, include_extras=True)
     config = TrainConfig(**{name: _checked(name, hints[name], value) for name, value in values.items()})  # pyright: ignore[reportArgumentType]
     _check_address(config.listen)
+    if config.tls_key is not None and config.tls_certificate is None:
+        raise InputError("expected tls_certificate along with tls_key, got the key alone; give both, or only tls")
     return config
 
 

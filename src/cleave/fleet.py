@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
@@ -14,7 +15,9 @@ import numpy as np
 from cleave import events
 from cleave.core.cost import WireFormat
 from cleave.core.planner.linear import Linear
+from cleave.device.join import stand_in
 from cleave.errors import InputError
+from cleave.server import certificate
 from cleave.server.cluster import Cluster
 from cleave.server.http import Service
 from cleave.server.keys import Keys
@@ -23,9 +26,14 @@ if TYPE_CHECKING:
     import torch
 
 Offload = Literal["auto", "always"]
+Alone = Literal["wait", "compute"]
+"""What a server does while no device is there: wait for one, or compute itself until one joins."""
+Tls = bool | tuple[str | Path, str | Path | None]
+"""False: none; True: with a certificate the server makes; or the files of a certificate and its key (PEM)."""
 _Array = TypeVar("_Array", "np.ndarray[Any, Any]", "torch.Tensor")
 _FIRST_DEVICE_S = 60.0
-_ANY_HOST = ("0.0.0.0", "::")
+_HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Of a server that listens on every address: the one to dial from this machine."""
 _Module = TypeVar("_Module", bound="torch.nn.Module")
 
 
@@ -37,11 +45,17 @@ class Fleet:
         listen: str,
         *,
         token: str = "",
+        keys: Keys | None = None,
+        tls: Tls = False,
+        directory: Path | None = None,
         wire: WireFormat = "fp32",
         offload: Offload = "auto",
         listener: events.Listener = lambda event: None,
-        gone_s: float = 60.0,
+        alone: Alone = "wait",
+        alone_wait_s: float = 60.0,
     ) -> None:
+        """`token` is what the join command shows, and the only key if no `keys` are given; what must outlive this
+        process, such as a certificate that devices know by its fingerprint, is kept in `directory`."""
         if wire not in ("fp32", "bf16", "fp16", "int8"):
             raise InputError(f"expected wire fp32, bf16, fp16 or int8, got {wire!r}")
         if offload not in ("auto", "always"):
@@ -51,13 +65,25 @@ class Fleet:
         self.token = token
         self._listener = listener
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._keys = keys = keys or Keys(token)
+        self._certificate = _certificate(tls, directory, listen.rpartition(":")[0].strip("[]"))
 
         def make(loop: Any) -> Cluster:
-            return Cluster(loop, wire=wire, keys=Keys(token), codec=_fastest_codec(), listener=listener, gone_s=gone_s)
+            return Cluster(
+                loop,
+                wire=wire,
+                keys=keys,
+                codec=_fastest_codec(),
+                listener=listener,
+                gone_s=alone_wait_s,
+                stand_in=stand_in if alone == "compute" else None,
+            )
 
-        self._service = Service(listen, make)
+        self._service = Service(listen, make, keys=keys, certificate=self._certificate, say=self.say)
         self._service.start()
         self.cluster = self._service.cluster
+        if keys.is_open and self.is_reachable:
+            self.say("anyone who reaches this server may join it, and sees what devices see; give it a token")
 
     @classmethod
     def serve(
@@ -65,12 +91,24 @@ class Fleet:
         listen: str = "0.0.0.0:7077",
         *,
         token: str = "",
+        tls: Tls = False,
         wire: WireFormat = "fp32",
         offload: Offload = "auto",
+        alone: Alone = "wait",
+        alone_wait_s: float = 3600.0,
         listener: events.Listener = lambda event: None,
     ) -> Fleet:
-        """Wait for devices at an address of this machine."""
-        return cls(listen, token=token, wire=wire, offload=offload, listener=listener)
+        """Wait for devices at an address of this machine; `join_command` is what to type on theirs."""
+        return cls(
+            listen,
+            token=token,
+            tls=tls,
+            wire=wire,
+            offload=offload,
+            alone=alone,
+            alone_wait_s=alone_wait_s,
+            listener=listener,
+        )
 
     @classmethod
     def local(
@@ -95,21 +133,31 @@ class Fleet:
 
     @property
     def url(self) -> str:
-        """Where devices on this machine find the server."""
-        host, _, port = self._service.address.rpartition(":")
-        return f"ws://{'127.0.0.1' if host in _ANY_HOST else host}:{port}"
+        """Where devices on this machine find the server, whatever name its certificate is for."""
+        host = _HERE.get(self._service.host, self._service.host)
+        return self._url(host, pinned=self._certificate is not None)
+
+    @property
+    def public_url(self) -> str:
+        """Where devices on other machines find it; those on this one, if it listens to nobody else."""
+        named = self._certificate.name if self._certificate is not None else None
+        host = _own_address() if self._service.host in _HERE else self._service.host
+        return self._url(named or host, pinned=self._certificate is not None and self._certificate.is_own)
+
+    def _url(self, host: str, *, pinned: bool) -> str:
+        scheme = "ws" if self._certificate is None else "wss"
+        pin = f"#sha256:{self._certificate.fingerprint}" if self._certificate is not None and pinned else ""
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._service.port}{pin}"
 
     @property
     def join_command(self) -> str:
-        """What to type on another machine; on this one, if the server listens to nobody else."""
-        host, _, port = self._service.address.rpartition(":")
-        token = f" --token {self.token}" if self.token else ""
-        return f"cleave join ws://{_own_address() if host in _ANY_HOST else host}:{port}{token}"
+        """What to type on another machine, secret and all; on this one, if the server listens to nobody else."""
+        return f"cleave join {self.public_url}{f' --token {self.token}' if self.token else ''}"
 
     @property
     def is_reachable(self) -> bool:
         """Whether other machines can join."""
-        return not self._service.address.startswith(("127.", "localhost", "::1"))
+        return not self._service.is_local
 
     def say(self, text: str) -> None:
         self._listener(events.Note(text=text))
@@ -119,6 +167,7 @@ class Fleet:
         if count < 1:
             raise InputError(f"expected at least 1 device, got {count}")
         started: list[int] = []
+        lent = self._keys.lend()
         for _ in range(count):
             number = len(self._processes) + 1
             command = [sys.executable, "-m", "cleave", "join", self.url, "--name", f"local-{number}"]
@@ -129,7 +178,7 @@ class Fleet:
                 str(threads),
                 *(["--memory", memory] if memory else []),
             ]
-            environment = {**os.environ, "CLEAVE_TOKEN": self.token}
+            environment = {**os.environ, "CLEAVE_TOKEN": lent}
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
             self._processes.append(process)
             started.append(process.pid)
@@ -200,6 +249,14 @@ def undistribute(model: _Module) -> _Module:
     from cleave.train.distribute import undistribute as restore
 
     return restore(model)
+
+
+def _certificate(tls: Tls, directory: Path | None, host: str) -> certificate.Certificate | None:
+    if isinstance(tls, tuple):
+        chain, key = tls
+        return certificate.given(Path(chain), Path(key) if key is not None else None)
+    kept = directory / certificate.FILE if directory is not None else None
+    return certificate.own(kept, [host, _own_address()]) if tls else None
 
 
 def _own_address() -> str:

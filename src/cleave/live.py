@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import os
 import platform
-import secrets
+import sys
 import threading
 import time
 from collections.abc import Coroutine, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,10 +24,11 @@ if TYPE_CHECKING:
     from cleave.device.programs.kernels import KernelChoice
     from cleave.events import AnyEvent, EventLog, Listener
     from cleave.fleet import Fleet
+    from cleave.server.keys import Key, Keys, Role
     from cleave.server.roster import Member
     from cleave.train.loop import Traffic
 
-_TOKEN_FILE = "token"
+_UNSAFE = "tokens and numbers travel in the clear, for anyone on the network to read; add --tls"
 _NOTHING_SENT = (
     "no gemm of this model is worth sending over these links, so the server computes all of it itself; add --offload "
     "always to send them anyway, a larger batch, or devices with faster links"
@@ -47,7 +48,7 @@ def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: 
         from cleave.train import loop
     except ImportError as fault:
         raise InputError(f"training needs {fault.name}, which is not installed; pip install 'cleave[train]'") from None
-    run = _Run(config, directory)
+    run = _Run(config, directory, resume=resume)
     view = TrainView(Console(stderr=True, highlight=False), run.devices)
     run.show = view
     try:
@@ -65,8 +66,8 @@ def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: 
 class _Run:
     """A run's fleet and event log, which begin and end with it."""
 
-    def __init__(self, config: TrainConfig, directory: Path) -> None:
-        self._config, self._directory = config, directory
+    def __init__(self, config: TrainConfig, directory: Path, *, resume: bool) -> None:
+        self._config, self._directory, self._resume = config, directory, resume
         self.fleet: Fleet | None = None
         self.show: Listener = lambda event: None
         self.finished = False
@@ -100,19 +101,46 @@ class _Run:
         from cleave.fleet import Fleet, distribute
 
         config = self._config
+        keys, token = self._keys()
         self.fleet = Fleet(
-            config.listen, token=config.token or "", wire=config.wire, offload=config.offload, listener=self.observe
+            config.listen,
+            token=token,
+            keys=keys,
+            tls=config.tls if config.tls_certificate is None else (config.tls_certificate, config.tls_key),
+            directory=self._directory,
+            wire=config.wire,
+            offload=config.offload,
+            listener=self.observe,
+            alone=config.alone,
+            alone_wait_s=config.alone_wait_s,
         )
-        if config.token:
-            path = self._directory / _TOKEN_FILE
-            path.touch(mode=0o600)
-            path.write_text(config.token + "\n")
-        self.observe(Note(text=f"devices join with: {self.fleet.join_command}"))
+        secret = " with their token" if not keys.is_open else ""
+        self.observe(Note(text=f"devices join at {self.fleet.public_url}{secret}"))
+        with self._lock:  # to the screen alone: it has the token in it
+            self.show(Note(text=f"devices join with: {self.fleet.join_command}"))
+        if not keys.is_open and self.fleet.is_reachable and self.fleet.public_url.startswith("ws:"):
+            self.observe(Note(text=_UNSAFE))
         if config.devices:
             self.fleet.start_devices(config.devices, threads=config.device_threads)
             _leave_cores_to(config.devices * config.device_threads)
         self.fleet.wait(max(config.devices, 1), config.wait_s)
         return distribute(model, self.fleet)
+
+    def _keys(self) -> tuple[Keys, str]:
+        """The run's keys, and the token to show: the one that was chosen, or one made up where others can come in.
+
+        What a device was given before stays good: its hash is in the run directory, though nobody knows it any more.
+        """
+        from cleave.server.keys import FILE, Keys
+
+        keys, chosen = Keys(path=self._directory / FILE), self._config.token
+        if chosen:
+            known = not keys.is_open and keys.identify(chosen) is not None
+            return keys, chosen if known else keys.add("device", chosen)[1]
+        if _is_local(self._config.listen):
+            return keys, ""
+        has_one = any(key.is_valid and key.role == "device" for key in keys.list())
+        return keys, "" if has_one and not self._resume else keys.add("device")[1]
 
     def traffic(self) -> Traffic:
         from cleave.train.loop import Traffic
@@ -125,6 +153,7 @@ class _Run:
             down_bytes=totals.down_bytes,
             up_bytes=totals.up_bytes,
             waiting_s=totals.waiting_s,
+            checking_s=totals.checking_s,
         )
 
     def devices(self) -> list[Member]:
@@ -146,7 +175,7 @@ def _leave_cores_to(threads: int) -> None:
 
 
 def _config(run_file: str | None, overrides: Mapping[str, object], directory: Path, *, resume: bool) -> TrainConfig:
-    """A run that goes on keeps its settings, but for what is given anew; one that others can reach has a token."""
+    """A run that goes on keeps its settings, but for what is given anew."""
     from cleave.config import load_config
 
     path = Path(run_file) if run_file else None
@@ -154,16 +183,13 @@ def _config(run_file: str | None, overrides: Mapping[str, object], directory: Pa
         path = directory / "config.toml"
         if not path.is_file():
             raise InputError(f"there is no run to resume in {directory}: it has no config.toml; check --out")
-    config = load_config(path, overrides)
-    if config.token is None and not config.listen.startswith(("127.", "localhost:", "[::1]")):
-        config = replace(config, token=_kept_token(directory) or secrets.token_urlsafe(9))
-    return config
+    return load_config(path, overrides)
 
 
-def _kept_token(directory: Path) -> str | None:
-    """The token a run made up when it began: devices that wait for it to resume know no other."""
-    path = directory / _TOKEN_FILE
-    return path.read_text().strip() or None if path.is_file() else None
+def _is_local(listen: str) -> bool:
+    from cleave.server.entrance import is_loopback
+
+    return is_loopback(listen.rpartition(":")[0].strip("[]"))
 
 
 def _run_directory(run_file: str | None, overrides: Mapping[str, object], *, resume: bool) -> Path:
@@ -180,6 +206,43 @@ def _run_directory(run_file: str | None, overrides: Mapping[str, object], *, res
     if not runs:
         raise InputError(f"there is no run to resume in {home}; give its directory with --out")
     return runs[-1]
+
+
+def run_token_add(*, out: str, role: Role, as_json: bool) -> None:
+    """Make a token for a run and show it, this once."""
+    key, token = _keys_of(out, must_exist=False).add(role)
+    told = f"{role} token {key.id}: {token}\nit is not shown again; only its hash is kept"
+    _print({**_described(key), "token": token}, told, as_json=as_json)
+
+
+def run_token_list(*, out: str, as_json: bool) -> None:
+    keys = [_described(key) for key in _keys_of(out).list()]
+    lines = [f"{key['id']}  {key['role']:6}  made {key['created']}  {key['state']}" for key in keys]
+    _print({"tokens": keys}, "\n".join(lines), as_json=as_json)
+
+
+def run_token_revoke(*, out: str, id: str, as_json: bool) -> None:
+    key = _keys_of(out).revoke(id)
+    _print(_described(key), f"{key.role} token {key.id} is revoked", as_json=as_json)
+
+
+def _keys_of(out: str, *, must_exist: bool = True) -> Keys:
+    from cleave.server.keys import FILE, Keys
+
+    path = Path(out) / FILE
+    if must_exist and not path.is_file():
+        raise InputError(f"expected a run with tokens in {out}, but there is no {path}; check --out, or add one first")
+    return Keys(path=path)
+
+
+def _described(key: Key) -> dict[str, str]:
+    """A key as people see it: never its hash."""
+    made = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.created_s))
+    return {"id": key.id, "role": key.role, "created": made, "state": "valid" if key.is_valid else "revoked"}
+
+
+def _print(facts: Mapping[str, object], told: str, *, as_json: bool) -> None:
+    sys.stdout.write(f"{json.dumps(facts) if as_json else told}\n")
 
 
 def run_join(

@@ -1,6 +1,7 @@
-"""The server's one port: WebSockets of devices at /ws, and its state as JSON at /api/status.
+"""The server's one port: WebSockets of devices at /ws, and its state as JSON at /api/status, for its administrator.
 
-Runs an event loop in a thread of its own, so that training in other threads goes on undisturbed.
+Runs an event loop in a thread of its own, so that training in other threads goes on undisturbed. Who gets as far as
+this has passed `entrance.py`; what a stranger is told here says nothing about the run.
 """
 
 from __future__ import annotations
@@ -10,39 +11,62 @@ import contextlib
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import cast
 
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.server import ServerState
 
 from cleave.errors import InputError
+from cleave.server.certificate import Certificate
 from cleave.server.cluster import Cluster
+from cleave.server.entrance import Entrance, Limits, Say, ended, is_loopback, objection_to
+from cleave.server.keys import Keys
 from cleave.transport.allocation import keep_freed_memory
 from cleave.transport.base import Channel
 from cleave.transport.websocket import Accepting
 
 _SWITCH_S = 5e-4  # a busy training thread then leaves the event loop waiting 0.2 ms instead of 6
 _STOP_S = 5.0
+_PATIENCE_S = 2.0  # for devices that were told goodbye, and for answers on their way
+_ADMIN_ONLY = "expected an admin token (Authorization: Bearer ...), got none or another; see cleave token --help"
+
+Answer = Callable[[Request], Awaitable[Response]]
 
 
 class Service:
     """A cluster behind a port; `start` returns once devices can join."""
 
-    def __init__(self, listen: str, make_cluster: Callable[[asyncio.AbstractEventLoop], Cluster]) -> None:
+    def __init__(
+        self,
+        listen: str,
+        make_cluster: Callable[[asyncio.AbstractEventLoop], Cluster],
+        *,
+        keys: Keys | None = None,
+        certificate: Certificate | None = None,
+        limits: Limits | None = None,
+        say: Say = lambda text: None,
+    ) -> None:
+        self._keys, self._certificate, self._limits, self._say = keys or Keys(), certificate, limits, say
         self._socket = _bind(listen)
         host, port = self._socket.getsockname()[:2]
-        self.address = f"{host}:{port}"
+        self.host, self.port = str(host), int(port)
+        self.is_local = is_loopback(self.host)
         self._loop = _new_loop()
         self.cluster = make_cluster(self._loop)
-        self._server: uvicorn.Server | None = None
+        self._stopping = asyncio.Event()
         self._stays: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="cleave-server", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT that it listens on."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def start(self) -> None:
         sys.setswitchinterval(_SWITCH_S)
@@ -56,8 +80,7 @@ class Service:
         closing = asyncio.run_coroutine_threadsafe(self.cluster.close(reason, rejoin=rejoin), self._loop)
         with contextlib.suppress(TimeoutError):
             closing.result(_STOP_S)
-        assert self._server is not None
-        self._server.should_exit = True
+        self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(_STOP_S)
 
     def _run(self) -> None:
@@ -69,27 +92,57 @@ class Service:
 
     async def _serve(self) -> None:
         config = uvicorn.Config(
-            Starlette(routes=[Route("/api/status", self._status)]),
+            Starlette(routes=[Route("/api/status", self._for_admins(self._status))]),
+            http="h11",
             ws=cast("type[asyncio.Protocol]", self._upgrade),
             lifespan="off",
             log_config=None,
             access_log=False,
-            timeout_graceful_shutdown=2,
+            proxy_headers=False,
         )
-        self._server = uvicorn.Server(config)
-        self._loop.call_soon(self._started.set)
-        await self._server.serve(sockets=[self._socket])
+        tls = self._certificate.context if self._certificate is not None else None
+        entrance = Entrance(self._socket, config, tls=tls, limits=self._limits, say=self._say)
+        self._started.set()
+        await self._stopping.wait()
+        await entrance.stop(_PATIENCE_S)
+        if self._stays:
+            await asyncio.wait(self._stays, timeout=_PATIENCE_S)
+        for stay in self._stays:
+            stay.cancel()
+        await asyncio.gather(*self._stays, return_exceptions=True)
 
     def _upgrade(self, config: uvicorn.Config, server_state: ServerState, app_state: object) -> Accepting:
         """What uvicorn calls for a WebSocket: the connection goes to the cluster, past ASGI and its copies."""
-        return Accepting("/ws", self._join)
+        return Accepting("/ws", self._join, objection=self._objection, ended=ended(app_state))
+
+    def _objection(self, origins: list[str], hosts: list[str]) -> str:
+        return objection_to(origins, hosts, open_here=self._is_open_here)
+
+    @property
+    def _is_open_here(self) -> bool:
+        """Whether nobody but this machine gets here, and nobody is asked for a token."""
+        return self.is_local and self._keys.is_open
 
     def _join(self, channel: Channel) -> None:
         stay = self._loop.create_task(self.cluster.serve(channel))
         self._stays.add(stay)
         stay.add_done_callback(self._stays.discard)
 
-    async def _status(self, request: Request) -> JSONResponse:
+    def _for_admins(self, answer: Answer) -> Answer:
+        """Only for who holds an admin token; where no token is asked for, for this machine's own programs."""
+
+        async def checked(request: Request) -> Response:
+            why = self._objection(request.headers.getlist("origin"), request.headers.getlist("host"))
+            if why:
+                return PlainTextResponse(f"{why}\n", 403)
+            scheme, _, token = request.headers.get("authorization", "").partition(" ")
+            if self._is_open_here or (scheme.lower() == "bearer" and self._keys.administers(token.strip())):
+                return await answer(request)
+            return PlainTextResponse(f"{_ADMIN_ONLY}\n", 401, {"WWW-Authenticate": "Bearer"})
+
+        return checked
+
+    async def _status(self, request: Request) -> Response:
         totals = self.cluster.totals()
         return JSONResponse(
             {
@@ -102,7 +155,8 @@ class Service:
                         "latency_s": member.latency_s,
                         "memory_bytes": member.memory_bytes,
                         "tasks": member.tasks,
-                        "flops": member.flops_done,
+                        "verified_flops": member.verified_flops,
+                        "wrong": member.wrong,
                     }
                     for member in self.cluster.here()
                 ],
@@ -135,5 +189,5 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
     except ImportError:
-        return asyncio.new_event_loop()
+        return asyncio.SelectorEventLoop()  # also where another is the default: the entrance watches bare sockets
     return uvloop.new_event_loop()

@@ -1,32 +1,223 @@
-"""Who may enter: the tokens of a run, known by their hashes alone."""
+"""Who may enter: the tokens of a run, known by their hashes alone.
+
+A key lets devices join, or lets a person administer, never both. Keys live in a file of the run directory, so that a
+device which waited while the server restarted still knows the right token, and so that `cleave token revoke` in another
+process reaches a server that runs: the file is read again whenever it changed. Plain tokens are on no disk. Knows
+nothing of connections; `dispatcher` and `http` ask.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import logging
+import os
+import secrets
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from cleave.errors import InputError
+
+FILE = "keys.json"
+
+_MOST_REMEMBERED = 1024
+
+Role = Literal["device", "admin"]
+
+log = logging.getLogger(__name__)
+
+
+class Key(msgspec.Struct, frozen=True, kw_only=True):
+    """One token as the file knows it."""
+
+    id: str
+    role: Role
+    salt: str
+    """Hexadecimal, the same in all keys of a file: one hash of a guess is compared with each of them."""
+    hash: str
+    created_s: float
+    revoked_s: float | None = None
+
+    @property
+    def is_valid(self) -> bool:
+        return self.revoked_s is None
 
 
 class Keys:
-    """Without any token, everyone may join."""
+    """Without any key, everyone may join; a key that was revoked is still one."""
 
-    def __init__(self, *tokens: str) -> None:
-        self._devices = {_id(token): _hash(token) for token in tokens if token}
+    def __init__(self, *tokens: str, path: Path | None = None) -> None:
+        self._path = path
+        self._kept: dict[str, Key] = {}
+        self._given = {_digest(token): secrets.token_hex(4) for token in tokens if token}
+        self._lent: dict[bytes, str] = {}
+        self._remembered: dict[bytes, str] = {}
+        """Tokens seen to be right, by a fast hash that never leaves this process."""
+        self._seen: tuple[int, ...] | None = None
+        self._read()
+
+    # -------------------------------------------------------------------------------------------- asked by the server
 
     def identify(self, token: str) -> str | None:
         """The id of the key this token is; None if it is none that may join."""
-        if not self._devices:
+        self._refresh()
+        key = self._memory.get(_digest(token))
+        if key is not None:
+            return key
+        if self.is_open:
             return ""
-        given = _hash(token)
-        return next((key for key, kept in self._devices.items() if hmac.compare_digest(given, kept)), None)
+        return self._match(token, "device")
 
     def is_valid(self, key: str) -> bool:
         """Whether a key by which a device joined still holds."""
-        return key == "" or key in self._devices
+        self._refresh()
+        if key == "":
+            return self.is_open
+        kept = self._kept.get(key)
+        return kept.is_valid if kept is not None else key in self._memory.values()
+
+    def administers(self, token: str) -> bool:
+        """Whether this token lets a person see and steer the run."""
+        self._refresh()
+        return bool(token) and self._match(token, "admin") is not None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether no key exists, so that everyone may join."""
+        return not self._kept and not self._given
+
+    def lend(self) -> str:
+        """A token for devices that this very process starts: it ends with it, and closes the door to nobody."""
+        token = _new_token()
+        self._lent[_digest(token)] = secrets.token_hex(4)
+        return token
+
+    # -------------------------------------------------------------------------------------------- asked by people
+
+    def list(self) -> tuple[Key, ...]:
+        """The keys of the file, in the order they were made."""
+        self._refresh()
+        return tuple(self._kept.values())
+
+    def add(self, role: Role = "device", token: str | None = None) -> tuple[Key, str]:
+        """Keep a new key; the token, which is known only now, comes with it."""
+        self._refresh()
+        token = token or _new_token()
+        salt = next((key.salt for key in self._kept.values()), secrets.token_hex(16))
+        key = Key(id=self._new_id(), role=role, salt=salt, hash=_hash(token, salt), created_s=time.time())
+        if any(other.hash == key.hash for other in self._kept.values()):
+            raise InputError("expected a token that no key of this run has or had, got one of those; choose another")
+        self._write({**self._kept, key.id: key})
+        return key, token
+
+    def revoke(self, id: str) -> Key:
+        """End a key: devices that joined by it are let go within seconds, and it never joins again."""
+        self._refresh()
+        key = self._kept.get(id)
+        if key is None:
+            known = ", ".join(self._kept) or "none"
+            raise InputError(f"expected the id of a key, got {id!r}; the keys of this run are: {known}")
+        if key.is_valid:
+            key = msgspec.structs.replace(key, revoked_s=time.time())
+            self._write({**self._kept, id: key})
+        return key
+
+    # -------------------------------------------------------------------------------------------- hashes
+
+    @property
+    def _memory(self) -> dict[bytes, str]:
+        return {**self._given, **self._lent}
+
+    def _match(self, token: str, role: Role) -> str | None:
+        """The valid key of that role with this token: one slow hash, and none for a token that was right before."""
+        digest = _digest(token)
+        found = self._remembered.get(digest)
+        if found is None:
+            hashes = {salt: _hash(token, salt) for salt in {key.salt for key in self._kept.values()}}
+            matching = [key for key in self._kept.values() if hmac.compare_digest(hashes[key.salt], key.hash)]
+            if not matching:
+                return None
+            found = matching[0].id
+            if len(self._remembered) < _MOST_REMEMBERED:
+                self._remembered[digest] = found
+        key = self._kept.get(found)
+        return found if key is not None and key.is_valid and key.role == role else None
+
+    def _new_id(self) -> str:
+        return next(id for id in iter(lambda: secrets.token_hex(4), "") if id not in self._kept)
+
+    # -------------------------------------------------------------------------------------------- the file
+
+    def _refresh(self) -> None:
+        """Read the file again if it changed. A server that runs goes on with what it knew if it cannot."""
+        if self._path is None or _signs(self._path) == self._seen:
+            return
+        try:
+            self._read()
+        except InputError as fault:
+            self._seen = _signs(self._path)
+            log.error("%s; the keys known so far still hold", fault)
+
+    def _read(self) -> None:
+        if self._path is None:
+            return
+        seen = _signs(self._path)
+        if seen is None:
+            if self._kept:
+                raise InputError(f"expected the keys of this run in {self._path}, but the file is gone; put it back")
+            return
+        try:
+            keys = msgspec.json.decode(self._path.read_bytes(), type=list[Key])
+        except OSError as fault:
+            raise InputError(f"cannot read {self._path}: {fault.strerror}; make it readable") from None
+        except msgspec.DecodeError as fault:
+            raise InputError(
+                f"expected the keys of a run in {self._path}, but {fault}; restore the file, or delete it to begin "
+                "anew with cleave token add"
+            ) from None
+        self._kept, self._seen = {key.id: key for key in keys}, seen
+
+    def _write(self, keys: dict[str, Key]) -> None:
+        """Whole or not at all, and readable by its owner alone from its first byte."""
+        assert self._path is not None, "keys without a file are only given or lent"
+        part = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}")
+        data = msgspec.json.format(msgspec.json.encode(list(keys.values())), indent=1) + b"\n"
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(self._path)
+        except OSError as fault:
+            raise InputError(f"cannot write {self._path}: {fault.strerror}; make its directory writable") from None
+        finally:
+            with suppress(OSError):
+                part.unlink()
+        self._kept, self._seen = keys, _signs(self._path)
 
 
-def _hash(token: str) -> bytes:
-    return hashlib.sha256(token.encode()).digest()
+def _signs(path: Path) -> tuple[int, ...] | None:
+    """By which a file that was replaced is told from what it was; None if there is none."""
+    try:
+        found = path.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
 
 
-def _id(token: str) -> str:
-    return _hash(token).hex()[:8]
+def _new_token() -> str:
+    return secrets.token_urlsafe(16)
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode(errors="replace")).digest()
+
+
+def _hash(token: str, salt: str) -> str:
+    """Slow on purpose, some 10 ms and 4 MB, since people choose tokens that can be guessed."""
+    return hashlib.scrypt(token.encode(errors="replace"), salt=salt.encode(), n=2**12, r=8, p=1).hex()

@@ -1,7 +1,8 @@
 """A channel: byte strings in order, both ways, until one side closes; and messages over it.
 
 Implementations give three verbs (`_send`, `_receive`, `_close`); framing, limits and the clock of a link are here,
-once. A channel is used from one event loop: any number of senders, one receiver.
+once. A channel is used from one event loop: any number of senders, one receiver. A server's end begins guarded: who has
+not yet said who it is may send headers and nothing else, so a stranger costs no more memory than a header has.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 
 from cleave.errors import ConnectionLost
 from cleave.wire import messages
-from cleave.wire.frame import Assembler, Buffer, parts
+from cleave.wire.frame import PAYLOAD_BYTES, Assembler, Buffer, parts
 from cleave.wire.messages import AnyMessage
 
 
@@ -28,8 +29,11 @@ class Received:
 class Channel(ABC):
     """`send` waits while the other side is slow; `receive` raises ConnectionLost when it is over."""
 
-    def __init__(self) -> None:
-        self._assembler = Assembler()
+    def __init__(self, *, guarded: bool = False, address: str = "") -> None:
+        self.address = address
+        """Where the other side is, as the network tells; empty within a process."""
+        self._assembler = Assembler(0 if guarded else PAYLOAD_BYTES)
+        self._heard_s: float | None = None
         self._sending = asyncio.Lock()
         self._torn = False
         self.sent_bytes = 0
@@ -53,6 +57,7 @@ class Channel(ABC):
         started = 0.0
         while True:
             data = await self._receive()
+            self._heard_s = asyncio.get_running_loop().time()
             self.received_bytes += len(data)
             if not self._assembler.waits_for_payload:
                 started = time.perf_counter()
@@ -62,6 +67,18 @@ class Channel(ABC):
 
     async def close(self, reason: str = "") -> None:
         await self._close(reason)
+
+    def allow(self, payload_bytes: int) -> None:
+        """From now on take payloads of at most so many bytes; a guarded channel takes none before."""
+        self._assembler.most_payload = payload_bytes
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since the other side's last sign of life."""
+        now_s = asyncio.get_running_loop().time()
+        if self._heard_s is None:
+            self._heard_s = now_s
+        return now_s - self._heard_s
 
     @abstractmethod
     async def _send(self, data: Buffer) -> None: ...

@@ -12,8 +12,10 @@ _ROOM = 16  # byte strings on their way before a sender waits
 
 
 class MemoryChannel(Channel):
-    def __init__(self, incoming: asyncio.Queue[bytes | None], outgoing: asyncio.Queue[bytes | None]) -> None:
-        super().__init__()
+    def __init__(
+        self, incoming: asyncio.Queue[bytes | None], outgoing: asyncio.Queue[bytes | None], *, guarded: bool = False
+    ) -> None:
+        super().__init__(guarded=guarded)
         self._incoming, self._outgoing = incoming, outgoing
         self._other: MemoryChannel | None = None
         self._closed = asyncio.Event()
@@ -61,9 +63,10 @@ class MemoryChannel(Channel):
                 end._closed.set()
 
 
-def memory_pair() -> tuple[MemoryChannel, MemoryChannel]:
+def memory_pair(*, guarded: bool = False) -> tuple[MemoryChannel, MemoryChannel]:
+    """The server's end, guarded as over a network if so wished, and the device's."""
     one: asyncio.Queue[bytes | None] = asyncio.Queue(_ROOM)
     two: asyncio.Queue[bytes | None] = asyncio.Queue(_ROOM)
-    left, right = MemoryChannel(one, two), MemoryChannel(two, one)
+    left, right = MemoryChannel(one, two, guarded=guarded), MemoryChannel(two, one)
     left._other, right._other = right, left  # pyright: ignore[reportPrivateUsage]
     return left, right

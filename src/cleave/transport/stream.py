@@ -3,6 +3,10 @@
 A frame's payload is received where it stays: the kernel writes into its final buffer, and it is handed out as a view.
 The libraries copy every byte three times more on its way in, which cost a device half as much as multiplying. No
 extensions, text as bytes, fragments joined, pings answered and sent. Handshakes are `websocket.py`'s.
+
+Nothing a peer does makes it hold more than a few megabytes: a frame is measured before there is room for it, messages
+nobody asked for count with what holding them costs, fragments grow one buffer, and who floods with frames that say
+nothing, or trickles, is let go.
 """
 
 from __future__ import annotations
@@ -25,20 +29,27 @@ from cleave.wire.frame import MESSAGE_BYTES, Buffer
 
 PING_S = 20.0
 """A ping after so much silence; as much again without any answer, and the peer is gone."""
+IDLE_FRAMES = 4096
+"""Pings, pongs and fragments within PING_S and without a whole message among them: more are a flood."""
 
+_SLOWEST_BYTES = 8 << 10  # in PING_S, of a frame that is on its way; whoever is slower twice in a row only ties us up
+_HELD_BYTES = 512  # what Python needs to hold a message, however short
+_CONTROL_BYTES = 125  # the longest ping, pong or close (RFC 6455)
 _CLOSE_S = 2.0
 _SCRATCH_BYTES = 16 << 10  # headers and small messages; payloads go past it
 _QUEUED_BYTES = 8 << 20  # received and not yet asked for, before the peer has to wait
 _CONTINUATION, _BINARY, _CLOSE, _PING, _PONG = 0x0, 0x2, 0x8, 0x9, 0xA
 _OPCODES = {_CONTINUATION, 0x1, _BINARY, _CLOSE, _PING, _PONG}  # 0x1: text, taken as bytes
 _FIN, _MASKED = 0x80, 0x80
-_TOO_BIG, _PROTOCOL_FAULT, _NORMAL = 1009, 1002, 1000
+_TOO_BIG, _POLICY, _PROTOCOL_FAULT, _NORMAL = 1009, 1008, 1002, 1000
 
 
 class Stream(asyncio.BufferedProtocol):
     """One end of a connection; a client's end masks what it sends, as the standard asks."""
 
     def __init__(self, *, is_client: bool) -> None:
+        self.most_message_bytes = MESSAGE_BYTES
+        """What one message of the peer may have; a server's end raises it once it knows who that is."""
         self._is_client = is_client
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -47,8 +58,8 @@ class Stream(asyncio.BufferedProtocol):
         self._payload: memoryview | None = None
         self._filled = 0
         self._head = (0, b"")
-        self._fragments: list[Buffer] = []
-        self._fragment_bytes = 0
+        self._fragments: bytearray | None = None
+        self._idle_frames = 0
         self._messages: deque[Buffer] = deque()
         self._queued_bytes = 0
         self._reading_paused = False
@@ -58,7 +69,9 @@ class Stream(asyncio.BufferedProtocol):
         self._lost: str | None = None
         self._gone = asyncio.Event()
         self._heard = self._loop.time()
-        self._unsent = 0
+        self._received_bytes = self._written_bytes = self._taken_bytes = self._unsent_bytes = 0
+        self._seen = (0, 0, False, False)
+        self._slow_checks = 0
         self._keepalive: asyncio.TimerHandle | None = None
 
     # -------------------------------------------------------------------------------------------- for channels
@@ -79,9 +92,10 @@ class Stream(asyncio.BufferedProtocol):
             self._arrived = self._loop.create_future()
             await self._arrived
         message = self._messages.popleft()
-        self._queued_bytes -= len(message)
+        self._queued_bytes -= len(message) + _HELD_BYTES
         if self._reading_paused and self._queued_bytes <= _QUEUED_BYTES // 2:
             self._reading_paused = False
+            self._heard = self._loop.time()  # what it said meanwhile lies in the kernel
             if self._transport is not None and not self._transport.is_closing():
                 self._transport.resume_reading()
         return message
@@ -101,6 +115,12 @@ class Stream(asyncio.BufferedProtocol):
         except TimeoutError:
             transport.abort()
             await self._gone.wait()
+
+    @property
+    def silent_s(self) -> float:
+        """Since the peer last sent a byte or took one; 0 while it is we who do not listen."""
+        self._look_what_was_taken()
+        return 0.0 if self._reading_paused else self._loop.time() - self._heard
 
     # -------------------------------------------------------------------------------------------- asyncio's side
 
@@ -126,6 +146,7 @@ class Stream(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         self._heard = self._loop.time()
+        self._received_bytes += nbytes
         if self._payload is not None:
             self._filled += nbytes
             if self._filled == len(self._payload):
@@ -177,15 +198,31 @@ class Stream(asyncio.BufferedProtocol):
         if available < size + 4 * masked:
             return None
         mask = bytes(scratch[at + size : at + size + 4]) if masked else b""
-        if length > MESSAGE_BYTES or self._fragment_bytes + length > MESSAGE_BYTES:
-            self._fail(_TOO_BIG, f"expected messages of at most {MESSAGE_BYTES} bytes")
-            return None
-        opcode = scratch[at] & 0x0F
-        is_fragment = opcode == _CONTINUATION or not scratch[at] & _FIN
-        if masked == self._is_client or scratch[at] & 0x70 or opcode not in _OPCODES or (is_fragment and not length):
-            self._fail(_PROTOCOL_FAULT, "expected plain frames, masked by the client alone, and no empty fragments")
+        fault = self._fault(scratch[at], length, masked=masked)
+        if fault is not None:
+            self._fail(*fault)
             return None
         return scratch[at], mask, length, size + 4 * masked
+
+    def _fault(self, first: int, length: int, *, masked: bool) -> tuple[int, str] | None:
+        """What is wrong with a frame, by its header alone, before there is room for the rest of it."""
+        opcode = first & 0x0F
+        begun = 0 if self._fragments is None else len(self._fragments)
+        if masked == self._is_client or first & 0x70 or opcode not in _OPCODES:
+            return _PROTOCOL_FAULT, "expected plain frames, masked by the client alone"
+        if opcode >= _CLOSE:
+            if length > _CONTROL_BYTES or not first & _FIN:
+                return _PROTOCOL_FAULT, f"expected control frames of at most {_CONTROL_BYTES} bytes, in one piece"
+        elif (opcode == _CONTINUATION) != (self._fragments is not None):
+            return _PROTOCOL_FAULT, "expected fragments of one message in a row"
+        elif not length and (opcode == _CONTINUATION or not first & _FIN):
+            return _PROTOCOL_FAULT, "expected no empty fragments"
+        elif begun + length > self.most_message_bytes:
+            return _TOO_BIG, f"expected messages of at most {self.most_message_bytes} bytes, got {begun + length}"
+        self._idle_frames += 1
+        if self._idle_frames > IDLE_FRAMES:
+            return _POLICY, f"expected a message, got {IDLE_FRAMES} pings and fragments without one"
+        return None
 
     def _finish_payload(self) -> None:
         payload, (first, mask) = self._payload, self._head
@@ -195,7 +232,8 @@ class Stream(asyncio.BufferedProtocol):
             _unmask(payload, mask)
         opcode = first & 0x0F
         if opcode == _PING:
-            self._write_frame(_PONG, payload)
+            if self._writable.is_set():  # else it does not read them either, and they would pile up
+                self._write_frame(_PONG, payload)
         elif opcode == _CLOSE:
             self._close_received(bytes(payload))
         elif opcode != _PONG:
@@ -203,14 +241,15 @@ class Stream(asyncio.BufferedProtocol):
 
     def _take(self, payload: memoryview, *, is_last: bool) -> None:
         message: Buffer = payload
-        if self._fragments or not is_last:
-            self._fragments.append(payload)
-            self._fragment_bytes += len(payload)
+        if self._fragments is not None or not is_last:
+            self._fragments = self._fragments if self._fragments is not None else bytearray()
+            self._fragments += payload
             if not is_last:
                 return
-            message, self._fragments, self._fragment_bytes = b"".join(self._fragments), [], 0
+            message, self._fragments = self._fragments, None
+        self._idle_frames = 0
         self._messages.append(message)
-        self._queued_bytes += len(message)
+        self._queued_bytes += len(message) + _HELD_BYTES
         self._wake()
         if self._queued_bytes > _QUEUED_BYTES and not self._reading_paused and self._transport is not None:
             self._reading_paused = True
@@ -239,6 +278,7 @@ class Stream(asyncio.BufferedProtocol):
         if self._is_client:
             mask = os.urandom(4)
             head, data = head + mask, apply_mask(data, mask)
+        self._written_bytes += len(head) + length
         if length < _SCRATCH_BYTES:
             transport.write(head + bytes(data))
         else:
@@ -266,20 +306,35 @@ class Stream(asyncio.BufferedProtocol):
             self._arrived.set_result(None)
 
     def _check_silence(self) -> None:
-        """Who takes what we send, however slowly, is there; who does neither that nor say a word is not."""
-        unsent = self._transport.get_write_buffer_size() if self._transport is not None else 0
-        if unsent < self._unsent:
-            self._heard = self._loop.time()
-        self._unsent = unsent
-        silent_s = self._loop.time() - self._heard
-        if silent_s >= 2 * PING_S and not self._reading_paused:
+        """Who takes what we send is there; who does neither that nor say a word is not, nor is who only trickles."""
+        silent_s = self.silent_s
+        self._slow_checks = self._slow_checks + 1 if self._trickles() else 0
+        if silent_s >= 2 * PING_S or self._slow_checks == 2:
             if self._transport is not None:
                 self._transport.abort()
-            self._lose(f"silent for {silent_s:.0f} s")
+            slow = f"less than {_SLOWEST_BYTES} bytes in {PING_S:.0f} s"
+            self._lose(f"silent for {silent_s:.0f} s" if silent_s >= 2 * PING_S else slow)
             return
-        if silent_s >= PING_S:
+        self._idle_frames = 0
+        if silent_s >= PING_S and self._writable.is_set():
             self._write_frame(_PING, b"")
         self._keepalive = self._loop.call_later(PING_S, self._check_silence)
+
+    def _look_what_was_taken(self) -> None:
+        """Bytes that had to wait and went out were taken by the peer; those that never waited only by the kernel."""
+        unsent = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        taken = self._written_bytes - unsent
+        if self._unsent_bytes and taken > self._taken_bytes:
+            self._heard = self._loop.time()
+        self._taken_bytes, self._unsent_bytes = taken, unsent
+
+    def _trickles(self) -> bool:
+        """Whether a frame was on its way now and at the last check, either way, and hardly moved in between."""
+        incoming = self._payload is not None and not self._reading_paused
+        was = self._seen
+        now = self._seen = (self._received_bytes, self._taken_bytes, incoming, not self._writable.is_set())
+        received, taken = now[0] - was[0], now[1] - was[1]
+        return (was[2] and now[2] and received < _SLOWEST_BYTES) or (was[3] and now[3] and taken < _SLOWEST_BYTES)
 
 
 def _fitting(reason: str) -> bytes:

@@ -1,13 +1,19 @@
-"""Channels over WebSockets: a device dials, a server accepts what uvicorn hands over.
+"""Channels over WebSockets: a device dials, and checks whom it reached; a server accepts what uvicorn hands over.
 
 No compression (ten times slower, and floats hardly shrink), sizes explicit, pings by `stream.py`, so that a peer that
 vanished without a word is noticed. The handshake is the `websockets` library's, so browsers and other clients fit.
+
+A server proves itself by TLS: by a certificate that an authority signed, or by one it made, whose SHA-256 the address
+carries (`wss://host:port#sha256:HEX`). Either is checked before the device says a word.
 """
 
 from __future__ import annotations
 
 import asyncio
+import hashlib
+import hmac
 import os
+import re
 import socket
 import ssl
 from collections.abc import Callable
@@ -18,21 +24,43 @@ from websockets.exceptions import InvalidHandshake, InvalidURI
 from websockets.http11 import Request
 from websockets.protocol import State
 from websockets.server import ServerProtocol
-from websockets.uri import parse_uri
+from websockets.uri import WebSocketURI, parse_uri
 
 from cleave.errors import ConnectionLost, InputError
 from cleave.transport.base import Channel
 from cleave.transport.stream import Stream
-from cleave.wire.frame import Buffer
+from cleave.wire.frame import HEADER_BYTES, MESSAGE_BYTES, Buffer
 
 _OPEN_S = 10.0
 _ADDRESS = "expected the address of a server such as ws://192.168.1.20:7077, got {}"
+_PIN = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_NOT_TLS = {
+    "WRONG_VERSION_NUMBER",
+    "HTTP_REQUEST",
+    "UNKNOWN_PROTOCOL",
+    "RECORD_LAYER_FAILURE",
+    "PACKET_LENGTH_TOO_LONG",
+}
+"""What OpenSSL says of an answer that is no TLS at all."""
+
+Objection = Callable[[list[str], list[str]], str]
+"""Why a request with these Origin and Host headers is not let in; empty if it is."""
 
 
 class WebSocketChannel(Channel):
-    def __init__(self, stream: Stream) -> None:
-        super().__init__()
+    def __init__(self, stream: Stream, *, guarded: bool = False, address: str = "") -> None:
+        super().__init__(guarded=guarded, address=address)
         self._stream = stream
+        if guarded:
+            stream.most_message_bytes = HEADER_BYTES
+
+    def allow(self, payload_bytes: int) -> None:
+        super().allow(payload_bytes)
+        self._stream.most_message_bytes = max(HEADER_BYTES, min(payload_bytes, MESSAGE_BYTES))
+
+    @property
+    def silent_s(self) -> float:
+        return self._stream.silent_s
 
     async def _send(self, data: Buffer) -> None:
         await self._stream.send(data)
@@ -48,44 +76,101 @@ class WebSocketChannel(Channel):
 
 
 async def dial(url: str) -> WebSocketChannel:
-    """Connect to a server; ConnectionLost if it cannot be reached now, InputError if the URL can never work."""
-    try:
-        uri = parse_uri(url)
-    except (InvalidURI, ValueError):
-        raise InputError(_ADDRESS.format(url)) from None
+    """Connect to a server; ConnectionLost if it cannot be reached now, InputError if the URL can never work.
+
+    InputError also if the server is not the one that was meant: its certificate is not the one expected.
+    """
+    uri, pin = _target(url)
+    address = url.partition("#")[0]
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(_OPEN_S):
             _, stream = await loop.create_connection(
-                lambda: _Dialling(ClientProtocol(uri)),
+                lambda: _Dialling(ClientProtocol(uri), pin),
                 uri.host,
                 uri.port,
-                ssl=ssl.create_default_context() if uri.secure else None,
+                ssl=_client_context(pinned=pin is not None) if uri.secure else None,
             )
             await stream.opened
+    except _SpeaksTls:
+        secure = re.sub("^ws:", "wss:", address)
+        raise InputError(f"{address} speaks TLS only; use {secure}, with the #sha256:... the server prints") from None
     except InvalidHandshake as fault:
-        raise ConnectionLost(f"{url} answers, but not as a Cleave server: {fault}") from None
+        raise ConnectionLost(f"{address} answers, but not as a Cleave server: {fault}") from None
     except TimeoutError:
-        raise ConnectionLost(f"no answer from {url} within {_OPEN_S:.0f} s") from None
+        raise ConnectionLost(f"no answer from {address} within {_OPEN_S:.0f} s") from None
+    except ssl.SSLError as fault:
+        raise _tls_fault(address, fault) from None
     except OSError as fault:
         why = os.strerror(fault.errno) if fault.errno and fault.errno > 0 else fault.strerror or fault
-        raise ConnectionLost(f"cannot reach {url}: {why}") from None
+        raise ConnectionLost(f"cannot reach {address}: {why}") from None
     except UnicodeError:  # a name no host can have
         raise InputError(_ADDRESS.format(url)) from None
-    return WebSocketChannel(stream)
+    return WebSocketChannel(stream, address=uri.host)
+
+
+def _target(url: str) -> tuple[WebSocketURI, str | None]:
+    """Whom to dial, and the fingerprint its certificate must have, if the address says so."""
+    address, _, fragment = url.partition("#")
+    pin = _PIN.fullmatch(fragment)
+    try:
+        uri = parse_uri(address)
+    except (InvalidURI, ValueError):
+        raise InputError(_ADDRESS.format(url)) from None
+    if fragment and pin is None:
+        raise InputError(f"{_ADDRESS.format(url)}; after # comes sha256: and 64 digits of a certificate") from None
+    if pin is not None and not uri.secure:
+        raise InputError(f"expected wss:// before an address with a certificate's fingerprint, got {url}; use wss://")
+    return uri, None if pin is None else pin[1].lower()
+
+
+def _client_context(*, pinned: bool) -> ssl.SSLContext:
+    context = ssl.create_default_context()
+    if pinned:  # the fingerprint says more than any authority, and is checked before anything is sent
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _tls_fault(address: str, fault: ssl.SSLError) -> InputError | ConnectionLost:
+    if isinstance(fault, ssl.SSLCertVerificationError):
+        return InputError(
+            f"expected a certificate that a known authority signed for {address}, got one with a fault: "
+            f"{fault.verify_message}; if the server made its own, use the address it prints, with #sha256:..."
+        )
+    if fault.reason in _NOT_TLS:
+        plain = re.sub("^wss:", "ws:", address)
+        return InputError(
+            f"expected TLS at {address}, got an answer without; use {plain}, or start the server with --tls"
+        )
+    return ConnectionLost(f"cannot agree on TLS with {address}: {fault.reason or fault}")
+
+
+class _SpeaksTls(InvalidHandshake):
+    """The server wants TLS, and was dialled without."""
 
 
 class _Dialling(Stream):
-    """A stream that begins with the client's half of the handshake."""
+    """A stream that begins with the client's half of the handshake, once it has seen the certificate it was told of."""
 
-    def __init__(self, handshake: ClientProtocol) -> None:
+    def __init__(self, handshake: ClientProtocol, pin: str | None) -> None:
         super().__init__(is_client=True)
         self._handshake: ClientProtocol | None = handshake
+        self._pin = pin
         self.opened: asyncio.Future[None] = self._loop.create_future()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         _send_at_once(transport)
+        shown = _fingerprint(transport) if self._pin is not None else None
+        if shown is not None and not hmac.compare_digest(shown, self._pin or ""):
+            self._reject(
+                InputError(
+                    f"expected the server's certificate to be sha256:{self._pin}, got sha256:{shown}; someone may sit "
+                    "in between, or the run has a new certificate: ask its owner for the address it prints now"
+                )
+            )
+            return
         assert self._handshake is not None
         assert self._transport is not None
         self._handshake.send_request(self._handshake.connect())
@@ -100,13 +185,20 @@ class _Dialling(Stream):
         if self._handshake is None:
             super()._parse()
             return
+        if self._scratch.startswith(b"\x15\x03"):  # an alert, from a server that expected TLS
+            self._reject(_SpeaksTls())
+            return
         end = self._scratch.find(b"\r\n\r\n", 0, self._end)
         if end < 0:
             if self._end == len(self._scratch):
                 self._reject(InvalidHandshake("its answer has no end"))
             return
         handshake, self._handshake = self._handshake, None
-        handshake.receive_data(bytes(self._scratch[: end + 4]))
+        head = bytes(self._scratch[: end + 4])
+        if b"\r\nupgrade: tls/" in head.lower():
+            self._reject(_SpeaksTls())
+            return
+        handshake.receive_data(head)
         self._start = end + 4
         if handshake.state is not State.OPEN:  # also where the rest of a refusal, a page say, has yet to come
             self._reject(handshake.handshake_exc or InvalidHandshake("it does not speak WebSocket there"))
@@ -115,8 +207,9 @@ class _Dialling(Stream):
         super()._parse()
 
     def _reject(self, fault: Exception) -> None:
+        known = isinstance(fault, InvalidHandshake | InputError)
         if not self.opened.done():
-            self.opened.set_exception(fault if isinstance(fault, InvalidHandshake) else InvalidHandshake(str(fault)))
+            self.opened.set_exception(fault if known else InvalidHandshake(str(fault)))
         if self._transport is not None:
             self._transport.abort()
 
@@ -127,12 +220,19 @@ class _Dialling(Stream):
 class Accepting(Stream):
     """A stream that begins with the server's half of the handshake, in the shape uvicorn wants (`Config.ws`).
 
-    uvicorn has read the request already and passes it to `data_received`; from then on the connection is ours.
+    uvicorn has read the request already and passes it to `data_received`; from then on the connection is ours. The
+    channel is guarded until someone says `allow`; `ended` is called once, when the connection is gone.
     """
 
-    def __init__(self, path: str, accepted: Callable[[Channel], None]) -> None:
+    def __init__(
+        self, path: str, accepted: Callable[[Channel], None], *, objection: Objection, ended: Callable[[], None]
+    ) -> None:
         super().__init__(is_client=False)
-        self._path, self._accepted = path, accepted
+        self._path, self._accepted, self._objection, self._ended = path, accepted, objection, ended
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._ended()
 
     def data_received(self, data: bytes) -> None:
         handshake = ServerProtocol()
@@ -141,14 +241,23 @@ class Accepting(Stream):
         transport = cast("asyncio.Transport", self._transport)
         if request is None or request.path.partition("?")[0] != self._path:
             handshake.send_response(handshake.reject(404, f"devices join at {self._path}\n"))
+        elif why := self._objection(request.headers.get_all("Origin"), request.headers.get_all("Host")):
+            handshake.send_response(handshake.reject(403, f"{why}\n"))
         else:
             handshake.send_response(handshake.accept(request))
         transport.write(b"".join(handshake.data_to_send()))
-        if request is None or handshake.handshake_exc is not None or handshake.close_expected():
+        if handshake.state is not State.OPEN:
             transport.close()
             return
         _send_at_once(transport)
-        self._accepted(WebSocketChannel(self))
+        peer: tuple[str, int] | None = transport.get_extra_info("peername")
+        self._accepted(WebSocketChannel(self, guarded=True, address=peer[0] if peer else ""))
+
+
+def _fingerprint(transport: asyncio.BaseTransport) -> str:
+    """The SHA-256 of the certificate that the server has shown."""
+    tls: ssl.SSLObject = transport.get_extra_info("ssl_object")
+    return hashlib.sha256(tls.getpeercert(binary_form=True) or b"").hexdigest()
 
 
 def _send_at_once(transport: asyncio.BaseTransport) -> None:

@@ -1,0 +1,97 @@
+"""Coverage-guided fuzzing of everything that reads bytes of strangers: `make fuzz`, or one target by hand:
+
+    python fuzz/decoders.py header|frames|stream [CORPUS] [-max_total_time=60] [other flags of libFuzzer]
+
+A target may raise nothing; a ProtocolError or a closed connection is how bad input should end. What crashes is written
+to a file, which repeats the crash when given in place of the corpus. Without a corpus it starts from tests/vectors, in
+build/fuzz. The laws themselves are in tests/wire/test_fuzz.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import atheris
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "wire"))
+
+with atheris.instrument_imports(include=["cleave", "connection"]):
+    import connection
+    import mutations
+
+    from cleave.errors import ProtocolError
+    from cleave.wire import messages
+    from cleave.wire.frame import PAYLOAD_BYTES, Assembler
+
+
+def header(data: bytes) -> None:
+    """One header."""
+    try:
+        message = messages.decode(data)
+    except ProtocolError:
+        return
+    messages.decode(messages.encode(message))
+
+
+def frames(data: bytes) -> None:
+    """Byte strings of one channel, each after its length in two bytes."""
+    assembler, at = Assembler(), 0
+    try:
+        while at + 2 <= len(data):
+            end = at + 2 + int.from_bytes(data[at : at + 2], "big")
+            whole = assembler.feed(data[at + 2 : end])
+            assert whole is None or len(whole[1]) == whole[0].payload <= PAYLOAD_BYTES
+            at = end
+    except ProtocolError:
+        pass
+
+
+def stream(data: bytes) -> None:
+    """What comes over a socket after the handshake, in steps of the first byte's size."""
+
+    async def read() -> None:
+        connection.through(data[1:], step=1 + (data[0] if data else 0))
+
+    _loop.run_until_complete(read())
+
+
+_loop = asyncio.new_event_loop()
+TARGETS: dict[str, Callable[[bytes], None]] = {"header": header, "frames": frames, "stream": stream}
+
+
+def _seeds(target: str) -> list[bytes]:
+    rng, golden = random.Random(0), mutations.golden()
+    match target:
+        case "header":
+            return [head for head, _ in golden]
+        case "frames":
+            strings = [[data for data in frame if data] for frame in golden]
+            return [b"".join(len(data).to_bytes(2, "big") + data for data in frame) for frame in strings]
+        case _:
+            return [
+                b"\x20" + b"".join(mutations.websocket(data, rng, fragments=1 + number % 3) for data in frame)
+                for number, frame in enumerate(golden)
+            ]
+
+
+def main() -> None:
+    if len(sys.argv) < 2 or sys.argv[1] not in TARGETS:
+        sys.exit(__doc__)
+    name, *arguments = sys.argv[1:]
+    if not any(not argument.startswith("-") for argument in arguments):
+        corpus = ROOT / "build" / "fuzz" / name
+        corpus.mkdir(parents=True, exist_ok=True)
+        for number, seed in enumerate(_seeds(name)):
+            (corpus / f"golden-{number}").write_bytes(seed)
+        arguments += [str(corpus), f"-artifact_prefix={corpus.parent}/crash-{name}-"]
+    atheris.Setup([sys.argv[0], *arguments], TARGETS[name])
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""The door: which connections are taken at all, before anyone has said who they are.
+
+Connections are accepted here, counted by where they come from, and looked at by their first byte: where TLS is
+demanded, a plain request is told so and goes no further. What passes is handed to uvicorn's HTTP parser, which has to
+see a whole request in time; `transport/websocket.py` takes over those that become WebSockets. Knows no tokens and no
+devices.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import math
+import socket
+import ssl
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import cast
+from urllib.parse import urlsplit
+
+import h11
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.server import ServerState
+
+_TLS_RECORD = b"\x16"  # the first byte of a TLS handshake, and of no HTTP request
+_AT_ONCE = 64  # connections accepted before the event loop may do something else
+_PAUSE_S = 0.2  # when the process has no file descriptors left
+_LINGER_S = 1.0
+_SAY_S = 60.0
+_MOST_ADDRESSES = 65_536
+_PLACE = "place"
+
+log = logging.getLogger(__name__)
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    connections: int = 16_384
+    """In all, at once."""
+    per_address: int = 64
+    """From one address at once; many devices may sit behind one."""
+    per_loopback: int = 4096
+    burst: int = 50
+    """New ones from one address that may come together ..."""
+    per_s: float = 20.0
+    """... and as many a second go on coming; ten times either from this machine itself."""
+    first_byte_s: float = 10.0
+    """Until a connection says its first byte."""
+    request_s: float = 10.0
+    """Until TLS is agreed upon, and then again until the whole of a request is there."""
+
+
+class Census:
+    """Who is in, by address, and how fast they came. Pure: time is told."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._inside: dict[str, int] = {}
+        self._spent: dict[str, tuple[float, float]] = {}
+        """Of each address: how many it has come lately, of which `per_s` a second are forgotten, and since when."""
+        self.total = 0
+
+    def enter(self, address: str, now_s: float) -> str:
+        """Count one in; or say why not."""
+        group, limits = group_of(address), self._limits
+        scale = 10 if group == "loopback" else 1
+        most = limits.per_loopback if group == "loopback" else limits.per_address
+        spent, since_s = self._spent.get(group, (0.0, now_s))
+        spent = max(0.0, spent - (now_s - since_s) * limits.per_s * scale)
+        if self.total >= limits.connections:
+            return f"{limits.connections} connections are open"
+        if self._inside.get(group, 0) >= most:
+            return f"{most} connections from {address} are open"
+        if spent + 1 > limits.burst * scale:
+            return f"connections from {address} come faster than {limits.per_s * scale:.0f} a second"
+        self._spent.pop(group, None)  # so that those who came last are last in the dict
+        self._spent[group] = spent + 1, now_s
+        if len(self._spent) > _MOST_ADDRESSES:
+            del self._spent[next(iter(self._spent))]
+        self._inside[group] = self._inside.get(group, 0) + 1
+        self.total += 1
+        return ""
+
+    def leave(self, address: str) -> None:
+        group = group_of(address)
+        self.total -= 1
+        self._inside[group] -= 1
+        if not self._inside[group]:
+            del self._inside[group]
+
+
+def group_of(address: str) -> str:
+    """Whom an address counts as: a subscriber of IPv6 has a whole network of 2^64, and this machine is one."""
+    try:
+        parsed = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return address
+    if isinstance(parsed, ipaddress.IPv6Address):
+        parsed = parsed.ipv4_mapped or parsed
+    if parsed.is_loopback:
+        return "loopback"
+    return str(parsed) if parsed.version == 4 else str(ipaddress.ip_network((int(parsed), 64), strict=False))
+
+
+def is_loopback(host: str) -> bool:
+    return host == "localhost" or group_of(host) == "loopback"
+
+
+def objection_to(origins: list[str], hosts: list[str], *, open_here: bool) -> str:
+    """Why a request is refused for where it comes from; empty if it is not.
+
+    Devices send no Origin, browsers always do: a page of another site must not join in its visitor's name. And where
+    no token is asked for because only this machine gets here (`open_here`), any other name was made to lead here.
+    """
+    host = hosts[0].lower() if len(hosts) == 1 else ""
+    if any(not _is_same_site(origin.lower(), host) for origin in origins):
+        return "expected a page of this server, got one of another site; open the address the run printed"
+    if open_here and not is_loopback(_hostname(host)):
+        return "expected this machine's own address, got another name; use 127.0.0.1, or give the run a token"
+    return ""
+
+
+def _is_same_site(origin: str, host: str) -> bool:
+    """Whether a page is this server's own; the port that a scheme implies may be left out."""
+    scheme, _, page = origin.partition("://")
+    implied = {"http": ":80", "https": ":443"}.get(scheme, "")
+    return bool(page) and page.removesuffix(implied) == host.removesuffix(implied)
+
+
+def _hostname(host: str) -> str:
+    try:
+        return urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return ""
+
+
+class Entrance:
+    """Accepts on a listening socket until `stop`; all of it in the running event loop."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        config: uvicorn.Config,
+        *,
+        tls: ssl.SSLContext | None = None,
+        limits: Limits | None = None,
+        say: Say = lambda text: None,
+    ) -> None:
+        if not config.loaded:
+            config.load()
+        self._listening, self._config, self._tls, self._say = listening, config, tls, say
+        self._limits = limits or Limits()
+        self._census = Census(self._limits)
+        self._loop = asyncio.get_running_loop()
+        self._state = ServerState()
+        self._state.default_headers = [(b"connection", b"close")]  # a request each: no second one to be slow with
+        self._arriving: set[asyncio.Task[None]] = set()
+        self._said_s = -math.inf
+        self._loop.add_reader(listening, self._accept)
+
+    @property
+    def connections(self) -> int:
+        return self._census.total
+
+    async def stop(self, patience_s: float) -> None:
+        """Let nobody in any more; answers on their way still go out, if they are taken in time."""
+        self._loop.remove_reader(self._listening)
+        self._listening.close()
+        await asyncio.sleep(0)  # a task that never began would never close its socket
+        for task in self._arriving:
+            task.cancel()
+        for connection in list(self._state.connections):
+            with contextlib.suppress(h11.ProtocolError):  # one that is closing for a fault already
+                connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience_s):
+                await asyncio.gather(*self._arriving, *self._state.tasks, return_exceptions=True)
+
+    def _accept(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                sock, peer = self._listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as fault:
+                log.error("cannot accept connections: %s", fault.strerror)
+                self._loop.remove_reader(self._listening)
+                self._loop.call_later(_PAUSE_S, self._accept_again)
+                return
+            address = str(peer[0])
+            why = self._census.enter(address, self._loop.time())
+            if why:
+                self._say_once(f"a connection from {address} was refused: {why}")
+                sock.close()
+                continue
+            place = ExitStack()  # closing it again does nothing
+            place.callback(self._census.leave, address)
+            task = self._loop.create_task(self._admit(sock, place))
+            self._arriving.add(task)
+            task.add_done_callback(self._arriving.discard)
+
+    def _accept_again(self) -> None:
+        if self._listening.fileno() >= 0:
+            self._loop.add_reader(self._listening, self._accept)
+
+    def _say_once(self, text: str) -> None:
+        """Not oftener than once a minute: a flood of connections is no flood of notes."""
+        log.info(text)
+        if self._loop.time() - self._said_s >= _SAY_S:
+            self._said_s = self._loop.time()
+            self._say(text)
+
+    async def _admit(self, sock: socket.socket, place: ExitStack) -> None:
+        """From accepted to handed over. Whatever goes wrong is the stranger's own affair."""
+        try:
+            sock.setblocking(False)
+            async with asyncio.timeout(self._limits.first_byte_s):
+                first = await self._first_byte(sock)
+            if not first:
+                raise ConnectionError("it left without a word")
+            if (first == _TLS_RECORD) != (self._tls is not None):
+                await _answer(sock, _PLAIN_HERE if self._tls is None else _TLS_HERE)
+                raise ConnectionError("it speaks plainly where TLS is demanded, or the other way round")
+        except BaseException as fault:
+            sock.close()
+            place.close()
+            if not isinstance(fault, OSError | TimeoutError):
+                raise
+            log.debug("a connection was not let in: %s", fault)
+            return
+        try:  # from here on the socket is the transport's to close
+            await self._loop.connect_accepted_socket(
+                lambda: _Guest(self._config, self._state, place, self._limits.request_s),
+                sock,
+                ssl=self._tls,
+                ssl_handshake_timeout=self._limits.request_s if self._tls is not None else None,
+            )
+        except BaseException as fault:
+            place.close()
+            if not isinstance(fault, OSError | TimeoutError):  # ssl.SSLError is an OSError
+                raise
+            log.debug("no TLS with a connection: %s", fault)
+
+    async def _first_byte(self, sock: socket.socket) -> bytes:
+        """The first byte, left where it is for who reads next; nothing if the other side is gone."""
+        readable = self._loop.create_future()
+        self._loop.add_reader(sock, lambda: readable.done() or readable.set_result(None))
+        try:
+            await readable
+        finally:
+            self._loop.remove_reader(sock)
+        return sock.recv(1, socket.MSG_PEEK)
+
+
+def ended(app_state: object) -> Callable[[], None]:
+    """What to call when a connection that became a WebSocket is gone: its place is free again."""
+    return cast("dict[str, ExitStack]", app_state)[_PLACE].close
+
+
+class _Guest(H11Protocol):
+    """uvicorn's HTTP, with a limit on how long a request may take to arrive."""
+
+    def __init__(self, config: uvicorn.Config, state: ServerState, place: ExitStack, request_s: float) -> None:
+        super().__init__(config, state, {_PLACE: place})
+        self._place, self._request_s = place, request_s
+        self._deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(self._request_s, self._check)
+
+    def _check(self) -> None:
+        if self.conn.their_state in (h11.IDLE, h11.SEND_BODY):
+            self.transport.abort()
+
+    def handle_websocket_upgrade(self, event: h11.Request) -> None:
+        self._forget_deadline()
+        super().handle_websocket_upgrade(event)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._forget_deadline()
+        self._place.close()
+        super().connection_lost(exc)
+
+    def _forget_deadline(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+
+async def _answer(sock: socket.socket, answer: bytes) -> None:
+    """Say it, and wait a moment until it was read: closing at once, with words of theirs unread, would take it back."""
+    loop = asyncio.get_running_loop()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER_S):
+            await loop.sock_sendall(sock, answer)
+            sock.shutdown(socket.SHUT_WR)
+            while await loop.sock_recv(sock, 4096):
+                pass
+
+
+def _response(status: str, headers: str, sentence: str) -> bytes:
+    body = f"{sentence}\n"
+    head = f"HTTP/1.1 {status}\r\n{headers}Connection: close\r\nContent-Type: text/plain; charset=utf-8\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
+
+
+_TLS_HERE = _response(
+    "426 Upgrade Required",
+    "Upgrade: TLS/1.2\r\n",
+    "expected TLS, got a plain connection; use wss:// or https://, with the address the run printed",
+)
+_PLAIN_HERE = _response("400 Bad Request", "", "expected a plain connection, got TLS; use ws:// or http://")

@@ -1,0 +1,126 @@
+"""Devices that are killed all the time change nothing: the losses are those of plain torch, step by step.
+
+Real processes over real sockets. Lives are exponential, drawn with a seed, and counted in moments of the training loop
+(each layer forward, each layer backward), not in seconds: so kills fall in the middle of steps on any machine.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from cleave import Fleet, distribute, events
+
+pytestmark = pytest.mark.timeout(400)
+
+STEPS, DEVICES, AT_LEAST = 100, 3, 2
+LIFE_STEPS = 8.0
+"""Of a device, in the mean: it takes part in a few steps and is gone."""
+VOCABULARY, WIDTH, LAYERS, TOKENS = 64, 64, 3, 256
+MOMENTS = 2 * (LAYERS + 1)
+NEAR = 1e-3
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Devices, server and test share two cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + nn.functional.gelu(self.linear(self.norm(x)))
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(1)
+    layers = [Residual() for _ in range(LAYERS)]
+    return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *layers, nn.Linear(WIDTH, VOCABULARY))
+
+
+def losses(trained: nn.Sequential, before_step: Callable[[], None] = lambda: None) -> list[float]:
+    """Each token shall say the next one of a walk with a rule, which can be learned."""
+    optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-3)
+    generator = torch.Generator().manual_seed(2)
+    seen: list[float] = []
+    for _ in range(STEPS):
+        before_step()
+        tokens = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+        loss = nn.functional.cross_entropy(trained(tokens), (5 * tokens + 3) % VOCABULARY)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+class Killer:
+    """Kills each device after a life of its own, and starts another in its place."""
+
+    def __init__(self, fleet: Fleet, seed: int) -> None:
+        self._fleet, self._rng = fleet, np.random.default_rng(seed)
+        self._left: dict[int, int] = {}
+        self.kills = 0
+
+    def start(self, count: int) -> None:
+        for pid in self._fleet.start_devices(count):
+            self._left[pid] = 1 + int(self._rng.exponential(LIFE_STEPS * MOMENTS))
+
+    def strike(self, *_: object) -> None:
+        """A moment passes. Who has not joined yet ages too: some die while they join."""
+        for pid in [*self._left]:
+            self._left[pid] -= 1
+            if self._left[pid] == 0:
+                os.kill(pid, signal.SIGKILL)
+                del self._left[pid]
+                self.kills += 1
+                self.start(1)
+
+    def haunt(self, haunted: nn.Sequential) -> None:
+        for layer in list(haunted)[1:]:
+            layer.register_forward_pre_hook(self.strike)
+            layer.register_full_backward_pre_hook(self.strike)
+
+
+def furthest(ours: list[float], plain: list[float]) -> float:
+    return max(abs(one - other) for one, other in zip(ours, plain, strict=True))
+
+
+def test_a_fleet_whose_devices_die_every_few_steps_trains_like_one_machine() -> None:
+    plain = losses(model())
+    assert plain[-1] < 0.2 * plain[0], "the model must really learn"
+
+    with Fleet.local(DEVICES, offload="always") as fleet:
+        undisturbed = losses(distribute(model(), fleet))
+        assert fleet.cluster.totals().products >= 3 * STEPS
+
+    told: list[events.AnyEvent] = []
+    with Fleet("127.0.0.1:0", offload="always", listener=told.append) as fleet:
+        killer = Killer(fleet, seed=3)
+        killer.start(DEVICES)
+        fleet.wait(DEVICES)
+        disturbed_model = distribute(model(), fleet)
+        killer.haunt(disturbed_model)
+        disturbed = losses(disturbed_model, before_step=lambda: fleet.wait(AT_LEAST))
+
+    left = [event for event in told if isinstance(event, events.DeviceLeft)]
+    assert killer.kills > STEPS * DEVICES / LIFE_STEPS / 2
+    assert len(left) > killer.kills / 2, "some die before they have joined, but not most"
+    assert all(event.reason for event in left)
+    assert any(event.lost_tasks > 0 for event in left), "none died in the middle of something"
+    drift, calm_drift = furthest(disturbed, plain), furthest(undisturbed, plain)
+    assert drift < NEAR
+    assert drift < max(10 * calm_drift, 1e-4)
