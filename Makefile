@@ -5,7 +5,7 @@ BIN := .venv/bin
 # seconds for each target of `make fuzz`
 FUZZ_S ?= 60
 
-.PHONY: demo test check lint types bench bench-live fuzz clean
+.PHONY: demo test check lint types bench bench-live bench-faults fuzz clean
 
 demo: .venv/ready
 	$(BIN)/cleave train
@@ -35,6 +35,10 @@ fuzz: .venv/ready
 	for target in header frames stream; do \
 		$(BIN)/python fuzz/decoders.py $$target -max_total_time=$(FUZZ_S) || exit 1; \
 	done
+
+bench-faults: .venv/ready
+	$(BIN)/python benchmarks/run.py benchmarks/scenarios/verify.toml
+	$(BIN)/python benchmarks/run.py benchmarks/scenarios/faults.toml
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -136,7 +136,7 @@ def test_a_rectangle_of_a_sum_of_products_is_checked_by_itself(format: WireForma
     pairs = [(operand(rng, m, k, "normal", format), operand(rng, n, k, "normal", format).T) for k in inner]
     c = np.sum([a @ b for a, b in pairs], axis=0, dtype=np.float32)
     r = draw(rng, n)
-    terms = [(Rows(a).cut(top, bottom), project(b, r)) for a, b in pairs]
+    terms = [(Rows(a).take(slice(top, bottom)), project(b, r)) for a, b in pairs]
     part = sent(c[top:bottom, left:right], format)
     assert check(part, terms, format, left).ok
     part[data.draw(st.integers(0, len(part) - 1)), data.draw(st.integers(0, right - left - 1))] += 100 * np.abs(c).max()

@@ -14,7 +14,8 @@ from cleave.core.planner.linear import Linear
 from cleave.device.programs.kernels import NumpyKernel
 from cleave.device.worker import Contribution, Offer, Worker
 from cleave.errors import CleaveError
-from cleave.server.cluster import Cluster
+from cleave.server.cluster import Cluster, StandIn
+from cleave.server.keys import Keys
 from cleave.server.staging import Tensor
 from cleave.transport.base import Channel
 from cleave.transport.faulty import FaultyChannel, Script
@@ -42,10 +43,12 @@ class Device:
 class World:
     """Make it inside the loop; `close` raises what escaped from a connection or a worker."""
 
-    def __init__(self, *, gone_s: float = 60.0, seed: int = 0) -> None:
+    def __init__(
+        self, *, gone_s: float = 60.0, seed: int = 0, keys: Keys | None = None, stand_in: StandIn | None = None
+    ) -> None:
         self.loop = asyncio.get_running_loop()
         self.events: list[events.AnyEvent] = []
-        self.cluster = Cluster(self.loop, gone_s=gone_s, listener=self._hear)
+        self.cluster = Cluster(self.loop, gone_s=gone_s, listener=self._hear, keys=keys, stand_in=stand_in)
         self._rng = np.random.default_rng(seed)
         self._news = asyncio.Event()
         self._stays: list[asyncio.Task[None]] = []
@@ -74,21 +77,22 @@ class World:
         *,
         flops_per_s: float = 1e10,
         memory_bytes: int = ROOMY,
+        token: str = "",
         wrap: Callable[[Channel], FaultyChannel] | None = None,
     ) -> Device:
         """A device that has begun to join, and may never succeed."""
         inner = self.connect()
         channel = wrap(inner) if wrap else FaultyChannel(inner, script, self._rng)
-        offer = Offer(name=name, token="", flops_per_s=flops_per_s, memory_bytes=memory_bytes)
+        offer = Offer(name=name, token=token, flops_per_s=flops_per_s, memory_bytes=memory_bytes)
         device = Device(channel, Worker(channel, NumpyKernel(), offer, Contribution()))
         device.task = self.loop.create_task(_live(device), name=name)
         self._devices.append(device)
         return device
 
-    async def join(self, name: str, script: Script = (), *, flops_per_s: float = 1e10) -> Device:
+    async def join(self, name: str, script: Script = (), *, flops_per_s: float = 1e10, token: str = "") -> Device:
         """A device that is there."""
         before = len(self.joined())
-        device = self.dial(name, script, flops_per_s=flops_per_s)
+        device = self.dial(name, script, flops_per_s=flops_per_s, token=token)
         await self.until(lambda: len(self.joined()) > before)
         return device
 

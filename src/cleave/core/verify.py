@@ -8,13 +8,16 @@ docs/verification.md has the derivations and what was measured.
 
     r        draw(rng, cols)           one for all products that give the same columns, secret
     B r      project(b, r)             once for an operand slice, shared by all who multiply with it
-    C r      check(c, terms, format)   every rectangle
-    C        recheck(c, terms, rows)   flagged rows, rows with infinities, and samples of those we suspect
+    C r      glance(c, terms, format)  every rectangle
+             check(c, terms, format)   rows that a glance leaves in doubt
+    C        recheck(c, terms, rows)   rows that a check flags, and samples of those we suspect
+
+`judge` does all of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
@@ -44,6 +47,12 @@ _LARGEST: Final[dict[WireFormat, float]] = {
     "fp16": 65504.0,
     "int8": 3.4028234e38,
 }
+_AT_ONCE: Final = 16
+"""Rows in doubt are computed again so many at a time, until one is wrong."""
+_SAMPLED_ROWS: Final = 4
+_SAMPLED_PEAKS: Final = 8
+_TINY: Final = 1e-300
+_NOTHING: Final[Floats] = np.zeros(())
 _BAND: Final = 1 << 17
 """Elements that stay in cache from one pass to the next."""
 _BAND_ROWS: Final = 256
@@ -54,35 +63,55 @@ _SIGMAS: Final = 8.0
 class Rows:
     """Rows of op(A) as rounded for the wire, with their norms, which are computed once."""
 
-    def __init__(self, matrix: Matrix, norms: Floats | None = None) -> None:
+    def __init__(self, matrix: Matrix) -> None:
         self.matrix = matrix
-        if norms is not None:
-            self.norms = norms
 
     @cached_property
     def norms(self) -> Floats:
         with np.errstate(over="ignore", invalid="ignore"):
             return _roots(np.einsum("ij,ij->i", self.matrix, self.matrix), self.matrix)
 
-    def cut(self, top: int, bottom: int) -> Rows:
-        return Rows(self.matrix[top:bottom], self.norms[top:bottom])
+    def take(self, rows: slice | Ints) -> Rows:
+        return Rows(self.matrix[rows])
 
 
-@dataclass(frozen=True, slots=True)
 class Projection:
     """op(B) seen through r: all a check needs to know of B."""
 
-    r: Matrix
-    """[N]"""
-    s: Matrix
-    """op(B) r for each group of columns, [G, K]."""
-    norms: Floats
-    """The larger of |B| (Frobenius) and |s| of each group, [G]: times |A_i|, it bounds C_i, and A_i s up to signs."""
-    lengths: Floats
-    """|r| of each group, [G]."""
-    spreads: Floats
-    """|r|_1 of each group, [G]."""
-    group: int
+    def __init__(self, b: Matrix, r: Matrix, group: int) -> None:
+        self._b, self.r, self.group = b, r, group
+        self.s: Matrix = _fold(b, r, group, norms=False)[0]
+        """op(B) r for each group of columns, [G, K]."""
+        self._starts = np.arange(0, len(r), group)
+        self._wholes: dict[tuple[int, int], tuple[Matrix, float]] = {}
+
+    @cached_property
+    def norms(self) -> Floats:
+        """The larger of |B| (Frobenius) and |s| of each group, [G]: times |A_i|, it bounds C_i, and A_i s."""
+        return np.maximum(np.sqrt(np.square(_fold(self._b, self.r, self.group)[1]).sum(axis=1)), self.sights)
+
+    @cached_property
+    def sights(self) -> Floats:
+        """|s| of each group, [G]."""
+        return np.sqrt(np.square(self.s, dtype=np.float64).sum(axis=1))
+
+    def whole(self, groups: slice) -> tuple[Matrix, float]:
+        """Some groups as one: op(B) r, [K], and its length."""
+        found = self._wholes.get((groups.start, groups.stop))
+        if found is None:
+            s = self.s[groups].sum(axis=0)
+            found = self._wholes[groups.start, groups.stop] = (s, sqrt(float(np.square(s, dtype=np.float64).sum())))
+        return found
+
+    @cached_property
+    def lengths(self) -> Floats:
+        """|r| of each group, [G]."""
+        return np.sqrt(np.add.reduceat(np.square(self.r, dtype=np.float64), self._starts))
+
+    @cached_property
+    def spreads(self) -> Floats:
+        """|r|_1 of each group, [G]."""
+        return np.add.reduceat(np.abs(self.r, dtype=np.float64), self._starts)
 
 
 Term = tuple[Rows, Projection]
@@ -124,17 +153,92 @@ def draw(rng: np.random.Generator, cols: int) -> Matrix:
 
 
 def project(b: Matrix, r: Matrix, group: int = GROUP) -> Projection:
-    """Reads op(B) [K, N] twice. Narrower groups cost more and see more: their tolerance falls with the root."""
-    starts = np.arange(0, len(r), group)
-    s, norms = _fold(b, r, group)
-    return Projection(
-        r=r,
-        s=s,
-        norms=np.sqrt(np.maximum(np.square(norms).sum(axis=1), np.square(s, dtype=np.float64).sum(axis=1))),
-        lengths=np.sqrt(np.add.reduceat(np.square(r, dtype=np.float64), starts)),
-        spreads=np.add.reduceat(np.abs(r, dtype=np.float64), starts),
-        group=group,
-    )
+    """Reads op(B) [K, N] once. Narrower groups cost more and see more: their tolerance falls with the root."""
+    return Projection(b, r, group)
+
+
+def judge(
+    c: Matrix,
+    terms: Sequence[Term],
+    exact: Callable[[], Sequence[tuple[Matrix, Matrix]]],
+    format: WireFormat,
+    rng: np.random.Generator,
+    *,
+    left: int = 0,
+    harder: bool = False,
+) -> Ints:
+    """Rows of a rectangle that are surely wrong, or none: all of what follows, each where the one before has doubts.
+
+    `exact` gives op(A) and op(B) of the terms, for the rectangle's rows and columns. Suspects are looked at `harder`:
+    some rows are computed again whatever the check says. In int8 the elements that set the steps of some rows are, too,
+    as steps can be bought.
+    """
+    doubt = glance(c, terms, format, left)
+    if len(doubt):
+        doubt = doubt[check(c[doubt], [(rows.take(doubt), seen) for rows, seen in terms], format, left).rows]
+    for start in range(0, len(doubt), _AT_ONCE):
+        wrong = recheck(c, exact(), doubt[start : start + _AT_ONCE], format)
+        if len(wrong):
+            return wrong
+    if harder:
+        wrong = recheck(c, exact(), rng.choice(len(c), min(_SAMPLED_ROWS, len(c)), replace=False), format)
+        if len(wrong):
+            return wrong
+    if format == "int8":
+        rows = rng.choice(len(c), min(_SAMPLED_PEAKS, len(c)), replace=False)
+        cols = peaks(c, rows)
+        return recheck(c[:, cols], [(a, b[:, cols]) for a, b in exact()], rows, format)
+    return doubt[:0]
+
+
+def glance(c: Matrix, terms: Sequence[Term], format: WireFormat, left: int = 0) -> Ints:
+    """The rows that a quick look leaves in doubt; for `check` to judge. Normally there are none.
+
+    It reads every matrix once, where norms would need a second pass: |A_i| |s| is at least |A_i s|, so T is at least
+    the sum of these over terms. That is some ten times less than T, but honest errors are some hundred times less than
+    the tolerance, and the few rows for which it is not enough get their norms. In fp32 all columns of a rectangle are
+    one group: its tolerance is small enough.
+    """
+    groups = slice(left // terms[0][1].group, -(-(left + c.shape[1]) // terms[0][1].group))
+    with np.errstate(over="ignore", invalid="ignore"):
+        return _glance_whole(c, terms, left, groups) if format == "fp32" else _glance(c, terms, format, left, groups)
+
+
+def _glance_whole(c: Matrix, terms: Sequence[Term], left: int, groups: slice) -> Ints:
+    shared = terms[0][1]
+    inner = sum(projection.s.shape[1] for _, projection in terms)
+    units = np.float32((40 + 2 * sqrt(inner)) * _UNIT)
+    floor = np.float32(shared.spreads[groups].sum() * (inner + 1) * _FLOOR["fp32"])
+    error = c @ shared.r[left : left + c.shape[1]]
+    below = np.zeros_like(error)
+    for rows, projection in terms:
+        seen = rows.matrix @ projection.whole(groups)[0]
+        error -= seen
+        below += np.abs(seen, out=seen)
+    np.abs(error, out=error)
+    doubt = np.flatnonzero(~(error <= units * below + floor))
+    if len(doubt):
+        exact = sum(rows.take(doubt).norms * projection.whole(groups)[1] for rows, projection in terms)
+        doubt = doubt[~(error[doubt] <= float(units) * exact + float(floor))]
+    return doubt
+
+
+def _glance(c: Matrix, terms: Sequence[Term], format: WireFormat, left: int, groups: slice) -> Ints:
+    shared = terms[0][1]
+    error, sizes = _fold(c, shared.r[left : left + c.shape[1]], shared.group, norms=format != "int8")
+    below = np.zeros(error.shape)
+    for rows, projection in terms:
+        seen = (rows.matrix @ projection.s[groups].T).T
+        error -= seen
+        lengths = projection.sights[groups, None]
+        below += lengths * (np.abs(seen) / np.maximum(lengths, _TINY)).max(axis=0)
+    np.abs(error, out=error)
+    doubt = np.flatnonzero(~(error <= _tolerance(below, sizes, c, terms, format, groups)).all(axis=0))
+    if len(doubt):
+        exact = sum((projection.sights[groups, None] * rows.take(doubt).norms for rows, projection in terms), _NOTHING)
+        tolerance = _tolerance(exact, sizes[:, doubt], c[doubt], terms, format, groups)
+        doubt = doubt[~(error[:, doubt] <= tolerance).all(axis=0)]
+    return doubt
 
 
 def check(c: Matrix, terms: Sequence[Term], format: WireFormat, left: int = 0) -> Verdict:
@@ -151,7 +255,7 @@ def check(c: Matrix, terms: Sequence[Term], format: WireFormat, left: int = 0) -
     triangle inequality keep a liar from buying tolerance: adding d to C_i adds at most 4 u |d| to it.
     """
     shared = terms[0][1]
-    width, inner = shared.group, sum(projection.s.shape[1] for _, projection in terms)
+    width = shared.group
     right = left + c.shape[1]
     assert left % width == 0, "rectangles begin on the grid of groups"
     assert right % width == 0 or right == len(shared.r), "and end on it, or with the block"
@@ -162,18 +266,11 @@ def check(c: Matrix, terms: Sequence[Term], format: WireFormat, left: int = 0) -
         bound = np.zeros(error.shape)
         for rows, projection in terms:
             seen = projection.s[groups].T
-            for top in range(0, len(c), _BAND_ROWS):  # up to three times as fast as all at once
+            for top in range(0, len(c), _BAND_ROWS):  # BLAS is faster so where groups are few
                 band = slice(top, top + _BAND_ROWS)
                 error[:, band] -= (rows.matrix[band] @ seen).T
             bound += projection.norms[groups, None] * rows.norms
-        tolerance = (40 + 2 * sqrt(inner)) * _UNIT * bound
-        tolerance += shared.spreads[groups, None] * (_FLOOR[format] + inner * _FLOOR["fp32"])
-        if format == "int8":
-            step = np.minimum(_largest(c), bound.max(axis=0)) / 127
-            sigmas = np.minimum(_SIGMAS / sqrt(12) * shared.lengths[groups], 0.51 * shared.spreads[groups])
-            tolerance += sigmas[:, None] * step
-        elif format != "fp32":  # there it is a small part of the first
-            tolerance += 4 * _ROUNDING[format] * np.fmin(sizes, bound)
+        tolerance = _tolerance(bound, sizes, c, terms, format, groups)
         ratio = np.abs(error, out=error) / tolerance
     unknown = ~np.isfinite(bound)
     if unknown.any():
@@ -192,6 +289,22 @@ def check(c: Matrix, terms: Sequence[Term], format: WireFormat, left: int = 0) -
         tolerance=float(tolerance[group, row]),
         unchecked=int(np.count_nonzero(unknown)),
     )
+
+
+def _tolerance(
+    bound: Floats, sizes: Floats, c: Matrix, terms: Sequence[Term], format: WireFormat, groups: slice
+) -> Floats:
+    """From T (`bound`) and |C_i| (`sizes`) of each group and row."""
+    shared, inner = terms[0][1], sum(projection.s.shape[1] for _, projection in terms)
+    spreads = shared.spreads[groups, None]
+    tolerance = (40 + 2 * sqrt(inner)) * _UNIT * bound
+    tolerance += spreads * (_FLOOR[format] + inner * _FLOOR["fp32"])
+    if format == "int8":
+        step = np.minimum(_largest(c), bound.max(axis=0)) / 127
+        tolerance += np.minimum(_SIGMAS / sqrt(12) * shared.lengths[groups, None], 0.51 * spreads) * step
+    elif format != "fp32":  # there it is a small part of the first
+        tolerance += 4 * _ROUNDING[format] * np.fmin(sizes, bound)
+    return tolerance
 
 
 def peaks(c: Matrix, rows: Ints) -> Ints:

@@ -176,7 +176,8 @@ class Cluster:
 
     @property
     def devices(self) -> int:
-        return len(self._roster.members)
+        """How many are there, this server itself not counted."""
+        return len(self._roster.members.keys() - {_STAND_IN})
 
     @property
     def profiles(self) -> Profiles | None:
@@ -217,7 +218,7 @@ class Cluster:
             if self._giving_up is not None:
                 self._giving_up.cancel()
                 self._giving_up = None
-            if len(self._roster.members) > 1 and _STAND_IN in self._roster.members:
+            if self.devices and _STAND_IN in self._roster.members:
                 self._dispatcher.part(_STAND_IN, "a device is there again", rejoin=False)
             self._jobs.unpark()
             self._refresh_later()

@@ -223,6 +223,9 @@ class Dispatcher:
         except (CleaveError, TimeoutError) as fault:
             reason = str(fault) or "no hello within the time allowed"
             log.info("a connection ended: %s", reason)
+        except Exception as fault:
+            log.exception("the server itself failed")
+            reason = f"the server itself failed: {fault!r}"
         finally:
             if member is not None:
                 self._remove(member, self._goodbye[0] if self._goodbye else reason)

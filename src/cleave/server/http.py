@@ -19,6 +19,7 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from threadpoolctl import ThreadpoolController
 from uvicorn.server import ServerState
 
 from cleave.errors import InputError
@@ -71,6 +72,8 @@ class Service:
     def start(self) -> None:
         sys.setswitchinterval(_SWITCH_S)
         keep_freed_memory()
+        # results are checked in products too small to share: threads would only spin for each other
+        ThreadpoolController().select(internal_api="openblas").limit(limits=1)
         self._thread.start()
         self._started.wait()
 

@@ -23,11 +23,6 @@ from cleave.wire.frame import Buffer
 from cleave.wire.messages import CHECKED_COLUMNS, Layout, Result
 from cleave.wire.numbers import Codec, Matrix
 
-_RECHECKED_ROWS = 8
-"""Of those a check flags: computed again in fp64, so that nobody is accused for rounding."""
-_SAMPLED_ROWS = 4
-"""Of each rectangle of a suspect: computed again whatever the check says."""
-
 assert CHECKED_COLUMNS == verify.GROUP
 
 
@@ -40,6 +35,8 @@ class Evidence:
         default_factory=lambda: dict[tuple[int, Cut], verify.Projection]()
     )
     rows: dict[Cut, verify.Rows] = field(default_factory=lambda: dict[Cut, verify.Rows]())
+    exact: dict[Cut, Matrix] = field(default_factory=lambda: dict[Cut, Matrix]())
+    """Slices of b, where rows were computed again."""
 
 
 class Inspector:
@@ -71,29 +68,21 @@ class Inspector:
                     f"expected columns from and to multiples of {CHECKED_COLUMNS}, got {part.left}-{part.right}"
                 )
             values = self._decoded(payload, format, part)
+            rows = slice(part.top, part.bottom)
             terms = [
-                (
-                    self._rows(a, layout, evidence).cut(part.top, part.bottom),
-                    self._seen(piece, b, layout, evidence),
-                )
+                (self._rows(a, layout, evidence).take(rows), self._seen(piece, b, layout, evidence))
                 for a, b in piece.terms
             ]
-            verdict = verify.check(values, terms, format, part.left)
-            rows = verdict.rows[:_RECHECKED_ROWS]
-            if harder:
-                sample = self._rng.choice(part.rows, min(_SAMPLED_ROWS, part.rows), replace=False)
-                rows = np.union1d(rows, sample)
-            if len(rows):
-                exact = [
-                    (rows_of_a.matrix, self._oriented(b, layout)[:, part.left : part.right])
-                    for (rows_of_a, _), (_, b) in zip(terms, piece.terms, strict=True)
-                ]
-                wrong = verify.recheck(values, exact, rows, format)
-                if len(wrong):
-                    raise WrongResult(
-                        f"row {part.top + int(wrong[0])} of {part.rows} x {part.cols} is not what its operands give, "
-                        f"off by {verdict.worst:.3g} times the tolerance where it is worst"
-                    )
+
+            def exact() -> list[tuple[Matrix, Matrix]]:
+                sides = [self._exact(b, layout, evidence)[:, part.left : part.right] for _, b in piece.terms]
+                return [(rows_of_a.matrix, side) for (rows_of_a, _), side in zip(terms, sides, strict=True)]
+
+            wrong = verify.judge(values, terms, exact, format, self._rng, left=part.left, harder=harder)
+            if len(wrong):
+                raise WrongResult(
+                    f"row {int(wrong[0])} of a rectangle of {part.rows} x {part.cols} is not what its operands give"
+                )
             return values
         finally:
             self.busy_s += time.thread_time() - started
@@ -120,6 +109,12 @@ class Inspector:
         found = evidence.projections.get((piece.output, b))
         if found is None or found.r is not r:
             found = evidence.projections[piece.output, b] = verify.project(self._oriented(b, layout), r)
+        return found
+
+    def _exact(self, b: Cut, layout: Layout, evidence: Evidence) -> Matrix:
+        found = evidence.exact.get(b)
+        if found is None:
+            found = evidence.exact[b] = self._oriented(b, layout)
         return found
 
     def _oriented(self, b: Cut, layout: Layout) -> Matrix:

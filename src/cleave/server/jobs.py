@@ -153,7 +153,15 @@ class Jobs:
     def inspect(self, task: Task, part: Rectangle, result: messages.Result, payload: Buffer, harder: bool) -> Matrix:
         job, piece = _work(task).job, _work(task).piece
         layout = LAYOUTS[job.product.role]
-        return self._inspector.inspect(piece, layout, job.format, job.evidence, part, result, payload, harder=harder)
+        try:
+            return self._inspector.inspect(
+                piece, layout, job.format, job.evidence, part, result, payload, harder=harder
+            )
+        except CleaveError:
+            raise
+        except Exception as fault:  # ours, and no device's: others would fail the same way
+            self._give_up(job, CleaveError(f"a result could not be checked: {fault!r}; please report this"))
+            raise
 
     def accept(self, accept: Accept, values: Matrix) -> None:
         work = _work(accept.task)
