@@ -6,8 +6,10 @@ Real processes over real sockets. Lives are exponential, drawn with a seed, and 
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -16,6 +18,11 @@ import torch
 from torch import nn
 
 from cleave import Fleet, distribute, events
+from cleave.device.join import socket_url
+from cleave.device.programs.kernels import NumpyKernel
+from cleave.device.worker import Contribution, Offer, Worker
+from cleave.transport.faulty import Fault, FaultyChannel
+from cleave.transport.websocket import dial
 
 pytestmark = pytest.mark.timeout(400)
 
@@ -51,12 +58,12 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *layers, nn.Linear(WIDTH, VOCABULARY))
 
 
-def losses(trained: nn.Sequential, before_step: Callable[[], None] = lambda: None) -> list[float]:
+def losses(trained: nn.Sequential, before_step: Callable[[], None] = lambda: None, steps: int = STEPS) -> list[float]:
     """Each token shall say the next one of a walk with a rule, which can be learned."""
     optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(2)
     seen: list[float] = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         before_step()
         tokens = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
         loss = nn.functional.cross_entropy(trained(tokens), (5 * tokens + 3) % VOCABULARY)
@@ -124,3 +131,61 @@ def test_a_fleet_whose_devices_die_every_few_steps_trains_like_one_machine() -> 
     drift, calm_drift = furthest(disturbed, plain), furthest(undisturbed, plain)
     assert drift < NEAR
     assert drift < max(10 * calm_drift, 1e-4)
+
+
+def test_two_of_six_devices_killed_in_the_middle_of_a_step_change_no_loss_and_restart_nothing() -> None:
+    with Fleet.local(6, offload="always") as fleet:
+        undisturbed = losses(distribute(model(), fleet), steps=6)
+
+    told: list[events.AnyEvent] = []
+    with Fleet("127.0.0.1:0", offload="always", listener=told.append) as fleet:
+        victims = fleet.start_devices(6)[:2]
+        fleet.wait(6)
+        disturbed_model = distribute(model(), fleet)
+        passes = 0
+
+        def strike(*_: object) -> None:
+            nonlocal passes
+            passes += 1
+            if passes == 3:
+                for pid in victims:
+                    os.kill(pid, signal.SIGKILL)
+
+        disturbed_model[2].register_forward_pre_hook(strike)
+        disturbed = losses(disturbed_model, steps=6)
+        assert fleet.cluster.devices == 4
+    assert passes == 6, "no step was begun twice"
+    assert furthest(disturbed, undisturbed) < 1e-4
+    left = [event for event in told if isinstance(event, events.DeviceLeft)][:2]
+    assert len({event.device for event in left}) == 2
+    recovered = [event for event in told if isinstance(event, events.Recovered)]
+    assert any(event.lost_tasks for event in left) == bool(recovered), "what was lost came back, and it is told"
+
+
+def test_a_liar_among_five_real_devices_is_quarantined_and_changes_no_loss() -> None:
+    plain = losses(model(), steps=8)
+    told: list[events.AnyEvent] = []
+    with Fleet("127.0.0.1:0", offload="always", listener=told.append) as fleet:
+        fleet.start_devices(4)
+        fleet.wait(4)
+        lying = threading.Thread(target=lambda: asyncio.run(_lie_to(fleet.url)))
+        lying.start()
+        fleet.wait(5)
+        ours = losses(distribute(model(), fleet), steps=8)
+        lying.join()
+        assert fleet.cluster.devices == 4
+    assert furthest(ours, plain) < 1e-4
+    assert {event.device for event in told if isinstance(event, events.ResultRefused)} == {"liar"}
+    assert any(isinstance(event, events.DeviceLeft) and "quarantined" in event.reason for event in told)
+
+
+async def _lie_to(url: str) -> None:
+    """Lies in a manner drawn for each result, until it is told to go."""
+    channel = FaultyChannel(
+        await dial(socket_url(url)), (Fault(kind="lie", phase="joining"),), np.random.default_rng(0)
+    )
+    offer = Offer(name="liar", token="", flops_per_s=5e10, memory_bytes=64_000_000)
+    worker = Worker(channel, NumpyKernel(), offer, Contribution())
+    await worker.join()
+    assert not (await worker.run()).rejoin
+    await channel.close()
