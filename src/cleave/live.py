@@ -123,7 +123,8 @@ class _Run:
         if config.devices:
             self.fleet.start_devices(config.devices, threads=config.device_threads)
             _leave_cores_to(config.devices * config.device_threads)
-        self.fleet.wait(max(config.devices, 1), config.wait_s)
+        if config.devices or config.alone == "wait":
+            self.fleet.wait(max(config.devices, 1), config.wait_s)
         return distribute(model, self.fleet)
 
     def _keys(self) -> tuple[Keys, str]:

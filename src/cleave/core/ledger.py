@@ -34,6 +34,7 @@ from cleave.core.tasks import (
     DeviceId,
     DeviceJoined,
     DeviceLeft,
+    DeviceMoved,
     Event,
     Forget,
     Hedge,
@@ -64,6 +65,7 @@ LATE_S, LATE_TIMES = 0.5, 3.0
 """A task is late so many seconds, and so many times what it should take, after it should be there."""
 DEADLINE_S, DEADLINE_TIMES = 10.0, 10.0
 """And this long after, with nothing of it arriving in between, its device is parted with."""
+_MOST_PIECES = 64  # of what a device owes of one task, which honest ones return in bands
 _REMEMBERED = 256  # cancelled tasks whose results may still be on their way
 
 
@@ -146,6 +148,8 @@ class Ledger:
             return Refuse(name, f"{part} of task {task}, which it does not owe", is_fault=True)
         if entry.cancelled:
             return Refuse(name, f"a result of task {task}, which was cancelled", is_fault=False)
+        if len(without(entry.owed, part)) > _MOST_PIECES:
+            return Refuse(name, f"a result of task {task} in more than {_MOST_PIECES} scattered pieces", is_fault=True)
         return entry.task
 
     # -------------------------------------------------------------------------------------------- events
@@ -164,6 +168,10 @@ class Ledger:
                 return self._leave(device)
             case DeviceAnswered(device):
                 return self._forgive(device, now)
+            case DeviceMoved(device):
+                for entry in self._running(device).values():
+                    entry.deadline = max(entry.deadline, now + DEADLINE_S)
+                return []
             case TasksSubmitted(tasks):
                 return self._submit(tasks, now)
             case ResultArrived(device, task, part):

@@ -98,6 +98,13 @@ class DeviceAnswered:
 
 
 @dataclass(frozen=True, slots=True)
+class DeviceMoved:
+    """It let a deadline pass, but bytes move: it is at work."""
+
+    device: DeviceId
+
+
+@dataclass(frozen=True, slots=True)
 class TasksSubmitted:
     tasks: tuple[Task, ...]
 
@@ -153,6 +160,7 @@ Event = (
     | PaceMeasured
     | DeviceLeft
     | DeviceAnswered
+    | DeviceMoved
     | TasksSubmitted
     | ResultArrived
     | TaskFailed

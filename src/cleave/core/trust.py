@@ -17,8 +17,9 @@ WRONGS_TO_QUARANTINE = 3
 class Trust:
     suspicion: float = 0.0
 
-    def right(self) -> None:
-        self.suspicion = max(0.0, self.suspicion - 1 / RIGHTS_PER_WRONG)
+    def right(self, share: float = 1.0) -> None:
+        """A share of a block: however finely it is returned, it clears no more than the block."""
+        self.suspicion = max(0.0, self.suspicion - share / RIGHTS_PER_WRONG)
 
     def wrong(self) -> None:
         self.suspicion += 1

@@ -71,9 +71,13 @@ async def serve(
             worker = Worker(channel, kernel, offer, contribution, say)
             try:
                 await worker.join()
-                known, pause_s = True, _FIRST_PAUSE_S
+                known, done = True, contribution.tasks
                 say(f"joined {address} as {worker.name}")
-                goodbye = await worker.run()
+                try:
+                    goodbye = await worker.run()
+                finally:
+                    if contribution.tasks > done:  # a stay in which nothing was done does not shorten the next pause
+                        pause_s = _FIRST_PAUSE_S
             except asyncio.CancelledError:
                 await worker.leave("stopped by its owner")
                 raise

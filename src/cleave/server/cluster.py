@@ -24,13 +24,13 @@ from cleave.core.graph import Role
 from cleave.core.ledger import Ledger
 from cleave.core.planner.linear import Linear, LinearPlan, plan_linear
 from cleave.core.tasks import DeviceId, OperandId, OperandsReleased
-from cleave.errors import FleetGoneError
+from cleave.errors import FleetGoneError, InfeasibleError
 from cleave.server.dispatcher import Dispatcher
 from cleave.server.inspection import Inspector
 from cleave.server.jobs import Job, Jobs
 from cleave.server.keys import Keys
 from cleave.server.products import Product
-from cleave.server.roster import Member, Roster
+from cleave.server.roster import STAND_IN, Member, Roster
 from cleave.server.staging import Staging, Tensor
 from cleave.transport.base import Channel
 from cleave.transport.memory import memory_pair
@@ -39,7 +39,6 @@ from cleave.wire.numbers import Codec, Matrix, NumpyCodec
 _REFRESH_S = 2.0
 _IDLE_S = 30.0
 """Without work for so long while others had some, a device is told why."""
-_STAND_IN = "this server"
 
 StandIn = Callable[[Channel], Coroutine[None, None, None]]
 """A device in the server's own process, at its end of a channel."""
@@ -143,7 +142,10 @@ class Cluster:
         """Start a product of staged tensors; its outputs come as fp32."""
         product = Product(role, a, b)
         number, profiles = self._fleet  # one look: a plan numbers the devices of just this fleet
-        found = self._plan(linear, number, profiles)
+        try:
+            found = self._plan(linear, number, profiles)
+        except InfeasibleError:  # for those who are there now: it waits for others, and says so
+            found = None
         job = Job(
             product=product,
             priority=priority,
@@ -177,7 +179,7 @@ class Cluster:
     @property
     def devices(self) -> int:
         """How many are there, this server itself not counted."""
-        return len(self._roster.members.keys() - {_STAND_IN})
+        return len(self._roster.members.keys() - {STAND_IN})
 
     @property
     def profiles(self) -> Profiles | None:
@@ -218,8 +220,8 @@ class Cluster:
             if self._giving_up is not None:
                 self._giving_up.cancel()
                 self._giving_up = None
-            if self.devices and _STAND_IN in self._roster.members:
-                self._dispatcher.part(_STAND_IN, "a device is there again", rejoin=False)
+            if self.devices and STAND_IN in self._roster.members:
+                self._dispatcher.part(STAND_IN, "a device is there again", rejoin=False)
             self._jobs.unpark()
             self._refresh_later()
 
@@ -230,13 +232,19 @@ class Cluster:
         if self._stand_in is not None and not self._roster.members:
             self._listener(events.Paused(reason="no device is there; this server computes until one joins"))
             servers, devices = memory_pair()
-            for stay in (self._dispatcher.serve(servers, own=_STAND_IN), self._stand_in(devices)):
+            for stay in (self._dispatcher.serve(servers, own=STAND_IN), self._stand_in(devices)):
                 task = self._loop.create_task(stay)
                 self._standing_in.add(task)
-                task.add_done_callback(self._standing_in.discard)
+                task.add_done_callback(self._stood_in)
             return
         self._listener(events.Paused(reason=f"{reason}; waiting {self._gone_s:.0f} s for one to join"))
         self._giving_up = self._loop.call_later(self._gone_s, self._give_up, reason)
+
+    def _stood_in(self, stay: asyncio.Task[None]) -> None:
+        """The server no longer stands in; someone else may have come and gone meanwhile."""
+        self._standing_in.discard(stay)
+        if not self._standing_in and self._jobs.is_parked and not self._roster.members:
+            self._wait_or_compute("no device is there")
 
     def _give_up(self, reason: str) -> None:
         self._giving_up = None

@@ -30,6 +30,7 @@ from cleave.core.tasks import (
     DeviceId,
     DeviceJoined,
     DeviceLeft,
+    DeviceMoved,
     Event,
     Forget,
     Hedge,
@@ -62,6 +63,8 @@ _GOODBYE_S = 2.0
 _SILENCE_S = 10.0
 _MOST_FAILURES = 3
 _MOST_REFUSED = 16
+_PROGRESS_BYTES = 64 << 10
+"""Either way since the last look: more than signs of life take."""
 _AT_ONCE = -1  # before every task
 
 log = logging.getLogger(__name__)
@@ -78,7 +81,7 @@ class Work(Protocol):
 
     def accept(self, accept: Accept, values: Matrix) -> None: ...
 
-    def reject(self, task: Task, reason: str) -> None: ...
+    def reject(self, task: Task, device: DeviceId, reason: str) -> None: ...
 
     def redo(self, orphans: list[Orphan], device: DeviceId | None) -> None:
         """Plan again what nobody has; `device` is who left it."""
@@ -165,7 +168,9 @@ class Dispatcher:
             case Back(device):
                 self._set_late(device, False)
             case Overdue(device, _, waited_s, expected_s):
-                self.part(device, f"a task took {waited_s:.1f} s, where {expected_s:.2f} s were expected", rejoin=True)
+                if not self._has_moved(device):
+                    reason = f"a task took {waited_s:.1f} s, where {expected_s:.2f} s were expected, and nothing moved"
+                    self.part(device, reason, rejoin=True)
 
     def _send(self, task: Task, missing: tuple[OperandId, ...]) -> None:
         line = self._lines[task.device]
@@ -187,6 +192,15 @@ class Dispatcher:
         else:
             cancel = messages.Cancel(tasks=(task.id,))
             line.put(_AT_ONCE, [(cancel, b"")], lambda: self.handle(CancelSent(task.device, task.id)))
+
+    def _has_moved(self, device: DeviceId) -> bool:
+        """Whether a device past a deadline is at work all the same: a link much slower than thought, or this server."""
+        member, moved = self._roster.members[device], self._channels[device].moved_bytes
+        if member.key is None or moved - member.moved_bytes > _PROGRESS_BYTES:
+            member.moved_bytes = moved
+            self.handle(DeviceMoved(device))
+            return True
+        return False
 
     def _set_late(self, device: DeviceId, is_late: bool) -> None:
         self._roster.set_late(device, is_late)
@@ -236,6 +250,7 @@ class Dispatcher:
         name = DeviceId(member.name)
         line = self._lines[name] = Line()
         self._channels[name] = channel
+        member.moved_bytes = channel.moved_bytes
         parting = self._parting[name] = self._loop.create_future()
         self._listener(joined(member))
         stages = [
@@ -298,12 +313,12 @@ class Dispatcher:
             self._values = self._work.inspect(task, part, result, received.payload, member.trust.is_suspect)
         except WrongResult as fault:
             self._blame(member, str(fault))
-            self._work.reject(task, str(fault))
+            self._work.reject(task, name, str(fault))
             self.handle(TaskFailed(name, id), name)
             if member.trust.is_lost:
                 raise _Parted(f"quarantined: {member.wrong} of its results were wrong", rejoin=False) from None
             return
-        member.trust.right()
+        member.trust.right(part.area / task.whole.area)
         member.failures = member.refused = 0
         member.verified_flops += task.flops * part.area / task.whole.area
         self._measure(member, result, received)
@@ -348,7 +363,7 @@ class Dispatcher:
             self.handle(PaceMeasured(name, member.pace))
             if silent_s > _SILENCE_S:
                 self.part(name, f"no sign of life for {silent_s:.0f} s", rejoin=True)
-            elif not self._keys.is_valid(member.key):
+            elif member.key is not None and not self._keys.is_valid(member.key):
                 self.part(name, "the token it joined with was revoked", rejoin=False)
             elif member.probed_at is None:
                 member.probed_at = time.perf_counter()

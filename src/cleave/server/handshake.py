@@ -32,12 +32,12 @@ async def welcome(channel: Channel, roster: Roster, keys: Keys, own: str = "") -
         hello = (await channel.receive()).message
         if not isinstance(hello, messages.Hello):
             raise ProtocolError(f"expected hello, got {type(hello).__name__.lower()}")
-        key = "" if own else await asyncio.to_thread(keys.identify, hello.token)  # hashing is slow on purpose
-        with roster.reserved(own or hello.name) as name:
-            reason = _objection(hello, key)
+        key = None if own else await asyncio.to_thread(keys.identify, hello.token)  # hashing is slow on purpose
+        with roster.reserved(own or hello.name, own=bool(own)) as name:
+            reason = _objection(hello, is_known=own != "" or key is not None)
             if not reason and roster.is_quarantined(name, channel.address):
                 reason = "this device is in quarantine, as results of it were wrong; check its memory and processor"
-            if reason or key is None:
+            if reason:
                 await channel.send(messages.Refused(reason=reason))
                 log.info("refused a device: %s", reason)
                 return None
@@ -69,10 +69,10 @@ def joined(member: Member) -> events.DeviceJoined:
     )
 
 
-def _objection(hello: messages.Hello, key: str | None) -> str:
+def _objection(hello: messages.Hello, *, is_known: bool) -> str:
     if hello.version != messages.VERSION:
         return f"this server speaks protocol version {messages.VERSION}, not {hello.version}; install the same release"
-    if key is None:
+    if not is_known:
         return "wrong or missing token; ask the owner of the run for it and set --token or CLEAVE_TOKEN"
     if not (_LEAST_FLOPS_PER_S <= hello.flops_per_s < 1e18 and 0 < hello.memory_bytes < 1 << 50):
         return "expected positive flops_per_s and memory_bytes that a device can have; measure again"

@@ -42,8 +42,8 @@ from cleave.wire import messages
 from cleave.wire.frame import Buffer
 from cleave.wire.numbers import Matrix, encoded_bytes
 
-_MOST_WRONG = 8
-"""Wrong results of one product beyond which something else than a liar is at fault."""
+_MOST_WRONG = 3
+"""Devices that are wrong about one product, and no others there: something else than a liar is at fault."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,7 +60,8 @@ class Job:
     regions: set[TaskId] = field(default_factory=lambda: set[TaskId]())
     """Those that are unfinished."""
     parked: int = 0
-    wrong: int = 0
+    wrong: set[str] = field(default_factory=lambda: set[str]())
+    """Devices that returned something wrong of it: others do it again."""
     evidence: Evidence = field(default_factory=Evidence)
 
 
@@ -194,14 +195,14 @@ class Jobs:
             if orphan.finished:
                 self._close(orphan.task)
 
-    def reject(self, task: Task, reason: str) -> None:
-        """A wrong result: the block is done again, unless this happens too often to be one liar's doing."""
-        job = _work(task).job
-        job.wrong += 1
-        if job.wrong > _MOST_WRONG:
+    def reject(self, task: Task, device: DeviceId, reason: str) -> None:
+        """A wrong result: the block is done again by others, unless everyone who is there was wrong."""
+        job, profiles = _work(task).job, self._fleet()
+        job.wrong.add(device)
+        if len(job.wrong) >= _MOST_WRONG and profiles is not None and job.wrong.issuperset(profiles.names):
             fault = CleaveError(
-                f"{job.wrong} results of one {job.product.role} product were found wrong, the last: {reason}; "
-                "too many for one faulty device: check the server's own memory, or who joins this run"
+                f"results of one {job.product.role} product were found wrong from all {len(job.wrong)} devices, the "
+                f"last: {reason}; check the server's own memory, or who joins this run"
             )
             self._give_up(job, fault)
 
@@ -267,6 +268,8 @@ class Jobs:
         if job.done.done():  # failed
             return
         profiles = self._fleet()
+        if profiles is not None and job.wrong and not job.wrong.issuperset(profiles.names):
+            profiles = profiles.take(np.flatnonzero([name not in job.wrong for name in profiles.names]))
         try:
             parts = self._planned(job, block, profiles) if profiles is not None else None
             reason = "no device is there"

@@ -87,7 +87,12 @@ class Keys:
 
     @property
     def is_open(self) -> bool:
-        """Whether no key exists, so that everyone may join."""
+        """Whether no device key exists, so that everyone may join."""
+        return not self._given and not any(key.role == "device" for key in self._kept.values())
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether there is no key of any kind."""
         return not self._kept and not self._given
 
     def lend(self) -> str:

@@ -23,6 +23,9 @@ _FADE_BYTES = 32e6  # a link's memory: what counts half
 _FADE_S = 1.0  # a processor's memory: compute seconds that count half
 _MOVED, _LATENCY_MOVED = 1.3, 3.0
 _LATENCY_FADE = 1.02
+_MOST_PAST = 4096
+STAND_IN = "this server"
+"""The device that the server itself is, while no other is there."""
 _MOST_BYTES_PER_S, _MOST_FLOPS_PER_S = 20e9, 1e16  # what arrived at once took some time all the same
 
 
@@ -46,6 +49,9 @@ class Rate:
         self._amount = self._amount * keep + amount
         self._seconds = self._seconds * keep + max(seconds, amount / self._most)
 
+    def limit(self, most: float) -> None:
+        self._amount = min(self._amount, most * self._seconds)
+
     def halve(self) -> None:
         """For a device that is late with no word of why; what it does from now on tells the truth."""
         self._amount /= 2
@@ -61,8 +67,8 @@ class Member:
     down: Rate
     up: Rate
     address: str = ""
-    key: str = ""
-    """By which of the run's tokens it joined."""
+    key: str | None = ""
+    """By which of the run's tokens it joined; None: it is this server itself."""
     trust: Trust = field(default_factory=Trust)
     tasks: int = 0
     verified_flops: float = 0.0
@@ -83,12 +89,19 @@ class Member:
     tasks_then: int = -1
     products_then: int = 0
     was_told_idle: bool = False
+    moved_bytes: int = 0
+    """What had moved over its link when a deadline of it last passed."""
     probed_at: float | None = None
     """When the probe was sent whose answer is awaited."""
 
     def heard(self, round_trip_s: float) -> None:
         """A probe's answer, which may have waited behind other messages: the least counts, and slowly fades."""
         self.latency_s = min(round_trip_s, self.latency_s * _LATENCY_FADE)
+
+    def start_no_faster_than(self, before: Member) -> None:
+        """What work has shown counts more than a new probe, which a short burst may have flattered."""
+        for ours, theirs in ((self.flops, before.flops), (self.down, before.down), (self.up, before.up)):
+            ours.limit(theirs.value)
 
     @property
     def pace(self) -> Pace:
@@ -106,7 +119,7 @@ class Member:
         return any(not 1 / most < value / before < most for value, before, most in zip(now, seen, far, strict=True))
 
 
-_OUTLIVES = ("trust", "tasks", "verified_flops", "wrong", "compute_s", "down_bytes", "up_bytes")
+_OUTLIVES = ("tasks", "verified_flops", "wrong", "compute_s", "down_bytes", "up_bytes")
 """What of a member stays when it leaves and returns under its name."""
 
 
@@ -132,7 +145,7 @@ class Roster:
         down_bytes_per_s: float,
         up_bytes_per_s: float,
         address: str = "",
-        key: str = "",
+        key: str | None = "",
     ) -> Member:
         member = Member(
             name=name,
@@ -149,12 +162,18 @@ class Roster:
         if before is not None:
             for kept in _OUTLIVES:
                 setattr(member, kept, getattr(before, kept))
+            if before.address == address:  # a name alone is anyone's
+                member.trust = before.trust
+                member.start_no_faster_than(before)
         self.members[name] = member
         self._changed()
         return member
 
     def remove(self, name: str) -> None:
         self.past[name] = self.members.pop(name)
+        while len(self.past) > _MOST_PAST:  # the oldest without a fault, then the oldest
+            innocent = (other for other, member in self.past.items() if not member.wrong)
+            del self.past[next(innocent, next(iter(self.past)))]
         self._changed()
 
     def set_late(self, name: str, is_late: bool) -> None:
@@ -172,10 +191,10 @@ class Roster:
         return before is not None and before.address == address and before.trust.is_lost
 
     @contextmanager
-    def reserved(self, name: str) -> Generator[str]:
+    def reserved(self, name: str, *, own: bool = False) -> Generator[str]:
         """The name, or the name with a number behind it, kept from others until its device is added."""
         wanted = "".join(letter for letter in name if letter.isprintable())[:60].strip() or "device"
-        taken = {*self.members, *self._reserved, "server"}
+        taken = {*self.members, *self._reserved, *(() if own else ("server", STAND_IN))}
         numbered = (f"{wanted}-{i}" for i in range(2, len(taken) + 3))
         free = next(candidate for candidate in (wanted, *numbered) if candidate not in taken)
         self._reserved.add(free)

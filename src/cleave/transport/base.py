@@ -80,6 +80,11 @@ class Channel(ABC):
             self._heard_s = now_s
         return now_s - self._heard_s
 
+    @property
+    def moved_bytes(self) -> int:
+        """Both ways so far, parts of messages under way included where they can be seen."""
+        return self.sent_bytes + self.received_bytes
+
     @abstractmethod
     async def _send(self, data: Buffer) -> None: ...
 

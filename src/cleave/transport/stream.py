@@ -122,6 +122,12 @@ class Stream(asyncio.BufferedProtocol):
         self._look_what_was_taken()
         return 0.0 if self._reading_paused else self._loop.time() - self._heard
 
+    @property
+    def moved_bytes(self) -> int:
+        """What came, and what went out as far as we can see."""
+        self._look_what_was_taken()
+        return self._received_bytes + self._taken_bytes
+
     # -------------------------------------------------------------------------------------------- asyncio's side
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -62,6 +62,10 @@ class WebSocketChannel(Channel):
     def silent_s(self) -> float:
         return self._stream.silent_s
 
+    @property
+    def moved_bytes(self) -> int:
+        return self._stream.moved_bytes
+
     async def _send(self, data: Buffer) -> None:
         await self._stream.send(data)
 
