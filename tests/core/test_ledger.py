@@ -31,6 +31,7 @@ from cleave.core.tasks import (
     DeviceId,
     DeviceJoined,
     DeviceLeft,
+    DeviceMoved,
     Event,
     Forget,
     Hedge,
@@ -1268,3 +1269,30 @@ def test_a_cancelled_task_makes_nobody_late() -> None:
     server.submit(one := task(1, X), task(2, X, device=BOB, seconds=50.0))
     server.tell(RegionsAbandoned((one.id,)))
     assert server.wait(20.0) == []
+
+
+def test_a_result_in_scattered_pieces_is_refused_before_it_costs_the_server_its_time() -> None:
+    ledger = Ledger()
+    task = Task(id=TaskId(1), device=ANN, priority=0, operands=(), rows=400, cols=1, result_bytes=0)
+    ledger.handle(DeviceJoined(ANN, 10, PACE), 0.0)
+    ledger.handle(TasksSubmitted((task,)), 0.0)
+    answers = [ledger.wanted(ANN, task.id, Rectangle(row, row + 1, 0, 1)) for row in range(1, 3)]
+    assert answers == [task, task]
+    refused = 0
+    for row in range(1, 400, 2):
+        commands = ledger.handle(ResultArrived(ANN, task.id, Rectangle(row, row + 1, 0, 1)), 0.0)
+        refused += any(isinstance(command, Refuse) and command.is_fault for command in commands)
+    assert refused > 100
+    ledger.check()
+
+
+def test_a_device_whose_bytes_move_gets_more_time() -> None:
+    ledger = Ledger()
+    task = Task(id=TaskId(1), device=ANN, priority=0, operands=(), rows=4, cols=1, result_bytes=0)
+    ledger.handle(DeviceJoined(ANN, 10, PACE), 0.0)
+    ledger.handle(TasksSubmitted((task,)), 0.0)
+    now = 0.0
+    while not any(isinstance(command, Overdue) for command in ledger.handle(Tick(), now)):
+        now += TICK_S
+    ledger.handle(DeviceMoved(ANN), now)
+    assert not any(isinstance(command, Overdue) for command in ledger.handle(Tick(), now + TICK_S))

@@ -124,3 +124,70 @@ def test_a_straggler_is_hedged_and_gets_less_from_then_on() -> None:
         await world.close()
 
     run(scene(), limit_s=LIMIT_S)
+
+
+def test_a_server_that_stands_in_needs_no_token() -> None:
+    async def scene() -> None:
+        world = World(stand_in=stand_in, keys=Keys("secret"))
+        for number in range(5):
+            await world.products(layer(number))
+            await asyncio.sleep(2.0)
+        assert world.here() == {"this server"}
+        assert not world.departures()
+        await world.close()
+
+    run(scene(), limit_s=LIMIT_S)
+
+
+def test_a_device_that_comes_and_goes_leaves_the_server_standing_in() -> None:
+    async def scene() -> None:
+        world = World(stand_in=stand_in)
+        await world.products(layer(1))
+        world.dial("ann", (Fault(kind="vanish", phase="receiving"),))
+        for number in range(4):
+            await world.products(layer(number))
+        assert world.here() == {"this server"}
+        await world.close()
+
+    run(scene(), limit_s=LIMIT_S)
+
+
+def test_more_liars_than_honest_devices_end_no_run() -> None:
+    async def scene() -> None:
+        world = World()
+        for name in ("ann", "bob"):
+            await world.join(name)
+        for name in ("eve", "mal", "ted"):
+            await world.join(name, (Fault(kind="lie", phase="joining", manner="random"),), flops_per_s=3e10)
+        for number in range(6):
+            await world.products(layer(number))
+        assert world.here() == {"ann", "bob"}
+        await world.close()
+
+    run(scene(), limit_s=LIMIT_S)
+
+
+def test_no_device_is_called_what_the_server_calls_itself() -> None:
+    async def scene() -> None:
+        world = World()
+        taken = await world.join("this server")
+        assert taken.name == "this server-2"
+        assert world.cluster.devices == 1
+        await world.close()
+
+    run(scene(), limit_s=LIMIT_S)
+
+
+def test_a_device_too_small_for_anything_makes_work_wait_for_another() -> None:
+    async def scene() -> None:
+        world = World()
+        world.dial("tiny", memory_bytes=1000)
+        await world.until(lambda: bool(world.joined()))
+        work = asyncio.ensure_future(world.products(layer(1)))
+        await world.until(lambda: bool(told(world, events.Paused)))
+        assert "no plan fits" in told(world, events.Paused)[0].reason
+        await world.join("ann")
+        await work
+        await world.close()
+
+    run(scene(), limit_s=LIMIT_S)
