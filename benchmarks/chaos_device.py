@@ -52,6 +52,7 @@ async def _flood(channel: Channel) -> None:
     )
     while True:
         await channel.send(result, bytes(result.payload))
+        await asyncio.sleep(0)  # else it would never notice that it was thrown out
 
 
 if __name__ == "__main__":

@@ -183,15 +183,17 @@ def _rogues(scenario: dict[str, Any], say: Say) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(3):
             _step(model, optimizer, step, 0)
-        for _ in range(scenario["rounds"]):
+        for _ in range(scenario["rogues"]["rounds"]):
             for kind, taken in times.items():
                 with _rogue(fleet, kind):
                     started = time.perf_counter()
-                    for number in range(4):
+                    for number in range(scenario["rogues"]["steps"]):
                         _step(model, optimizer, step, number)
-                    taken.append((time.perf_counter() - started) / 4)
+                    taken.append((time.perf_counter() - started) / scenario["rogues"]["steps"])
     say("\n## Rogues beside two honest devices\n")
-    say("| rogue | step, median | beside none |")
+    steps = scenario["rogues"]["steps"]
+    say(f"The mean of {steps} steps, all that a rogue costs when it joins included; the median of the rounds.\n")
+    say("| rogue | step | beside none |")
     say("|---|---|---|")
     base = statistics.median(times["none"])
     for kind, taken in times.items():

@@ -157,7 +157,7 @@ async def test_a_worker_says_what_it_offers_and_takes_the_name_it_is_given() -> 
     ("answer", "error"),
     [
         (messages.Refused(reason="wrong token"), Refusal),
-        (messages.Bye(reason="?", rejoin=False), ProtocolError),
+        (messages.Bye(reason="not yet", rejoin=True), ConnectionLost),
         (messages.Leaving(reason="?"), ProtocolError),
     ],
 )

@@ -191,3 +191,26 @@ def test_a_device_too_small_for_anything_makes_work_wait_for_another() -> None:
         await world.close()
 
     run(scene(), limit_s=LIMIT_S)
+
+
+def test_who_is_sent_away_with_nothing_done_has_to_wait_each_time_longer() -> None:
+    async def scene() -> None:
+        world = World()
+        await world.join("ann")
+        waits: list[float] = []
+        for _ in range(3):
+            started = world.loop.time()
+            while True:
+                stays = len(world.joined())
+                flooder = world.dial("eve", (Fault(kind="flood", phase="joining", after=16, manner="result"),))
+                await flooder.task
+                if len(world.joined()) > stays:
+                    break
+                assert "welcome again in" in flooder.ended
+                await asyncio.sleep(0.5)
+            waits.append(world.loop.time() - started)
+        assert waits[0] < waits[1] - 1.0 < waits[2] - 2.0, waits
+        await world.products(layer(1))
+        await world.close()
+
+    run(scene(), limit_s=LIMIT_S)

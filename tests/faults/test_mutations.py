@@ -31,7 +31,8 @@ JOINING = 12
 async def admitted(world: World) -> Channel:
     """A connection whose device has joined, and is too slow to be given work."""
     channel, before = world.connect(), len(world.joined())
-    await channel.send(Hello(version=messages.VERSION, name="eve", flops_per_s=1e3, memory_bytes=1 << 20, kernel="no"))
+    name = f"eve {before}"  # under its old name, one that was sent away has to wait
+    await channel.send(Hello(version=messages.VERSION, name=name, flops_per_s=1e3, memory_bytes=1 << 20, kernel="no"))
     assert isinstance((await channel.receive()).message, Welcome)
     probing = asyncio.ensure_future(_answer(channel))
     await world.until(lambda: len(world.joined()) > before)

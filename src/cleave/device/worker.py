@@ -109,6 +109,8 @@ class Worker:
                 self.name = name
             case messages.Refused(reason=reason):
                 raise Refusal(reason)
+            case messages.Bye(reason=reason):
+                raise ConnectionLost(reason)
             case other:
                 raise ProtocolError(f"expected welcome or refused, got {type(other).__name__.lower()}")
 

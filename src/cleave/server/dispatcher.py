@@ -225,7 +225,7 @@ class Dispatcher:
     async def serve(self, channel: Channel, own: str = "") -> None:
         """A device's whole stay, from its hello to its last byte; `own` names one that this server itself is."""
         member: Member | None = None
-        reason, rejoin = "the connection closed", True
+        reason, rejoin, is_fault = "the connection closed", True, False
         try:
             member = await welcome(channel, self._roster, self._keys, own)
             if member is not None:
@@ -233,15 +233,17 @@ class Dispatcher:
         except ConnectionLost as fault:
             reason = str(fault)
         except _Parted as fault:
-            reason, rejoin = str(fault), fault.rejoin
+            reason, rejoin, is_fault = str(fault), fault.rejoin, True
         except (CleaveError, TimeoutError) as fault:
-            reason = str(fault) or "no hello within the time allowed"
+            reason, is_fault = str(fault) or "no hello within the time allowed", True
             log.info("a connection ended: %s", reason)
         except Exception as fault:
             log.exception("the server itself failed")
             reason = f"the server itself failed: {fault!r}"
         finally:
             if member is not None:
+                if is_fault and not member.has_helped:
+                    self._roster.send_away(member.name, self._loop.time())
                 self._remove(member, self._goodbye[0] if self._goodbye else reason)
                 await _say_goodbye(channel, *(self._goodbye or (reason, rejoin)))
             await channel.close(reason)
@@ -319,7 +321,8 @@ class Dispatcher:
                 raise _Parted(f"quarantined: {member.wrong} of its results were wrong", rejoin=False) from None
             return
         member.trust.right(part.area / task.whole.area)
-        member.failures = member.refused = 0
+        member.failures = member.refused = member.bad_stays = 0
+        member.has_helped = True
         member.verified_flops += task.flops * part.area / task.whole.area
         self._measure(member, result, received)
         self.handle(ResultArrived(name, id, part))

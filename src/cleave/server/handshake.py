@@ -41,6 +41,11 @@ async def welcome(channel: Channel, roster: Roster, keys: Keys, own: str = "") -
                 await channel.send(messages.Refused(reason=reason))
                 log.info("refused a device: %s", reason)
                 return None
+            pause_s = roster.pause_s(name, channel.address, asyncio.get_running_loop().time())
+            if pause_s:
+                again = f"sent away before it had done anything; welcome again in {pause_s:.0f} s"
+                await channel.send(messages.Bye(reason=again, rejoin=True))
+                return None
             channel.allow(_PAYLOAD_BYTES)
             await channel.send(messages.Welcome(version=messages.VERSION, name=name))
             latency_s, down, up = await _probe(channel)

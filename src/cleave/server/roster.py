@@ -24,6 +24,7 @@ _FADE_S = 1.0  # a processor's memory: compute seconds that count half
 _MOVED, _LATENCY_MOVED = 1.3, 3.0
 _LATENCY_FADE = 1.02
 _MOST_PAST = 4096
+_LONGEST_PAUSE_S = 300.0
 STAND_IN = "this server"
 """The device that the server itself is, while no other is there."""
 _MOST_BYTES_PER_S, _MOST_FLOPS_PER_S = 20e9, 1e16  # what arrived at once took some time all the same
@@ -83,6 +84,12 @@ class Member:
     """Tasks in a row that it could not do."""
     refused: int = 0
     """Results in a row that nobody had asked it for."""
+    bad_stays: int = 0
+    """In a row, that ended by its own fault with nothing done."""
+    has_helped: bool = False
+    """Something it returned was right, in this stay."""
+    not_before: float = 0.0
+    """When such a device may join again."""
     is_late: bool = False
     idle_since: float = 0.0
     """When it last had something to do."""
@@ -163,7 +170,7 @@ class Roster:
             for kept in _OUTLIVES:
                 setattr(member, kept, getattr(before, kept))
             if before.address == address:  # a name alone is anyone's
-                member.trust = before.trust
+                member.trust, member.bad_stays = before.trust, before.bad_stays
                 member.start_no_faster_than(before)
         self.members[name] = member
         self._changed()
@@ -184,6 +191,17 @@ class Roster:
                 for rate in (member.flops, member.down, member.up):
                     rate.halve()
             self._changed()
+
+    def send_away(self, name: str, now: float) -> None:
+        """A stay ended by the device's own fault, with nothing done: the next has to wait, each time twice as long."""
+        member = self.members[name]
+        member.bad_stays += 1
+        member.not_before = now + min(2.0**member.bad_stays, _LONGEST_PAUSE_S)
+
+    def pause_s(self, name: str, address: str, now: float) -> float:
+        """How long a device of that name and address has to wait before it may join."""
+        before = self.past.get(name)
+        return max(0.0, before.not_before - now) if before is not None and before.address == address else 0.0
 
     def is_quarantined(self, name: str, address: str) -> bool:
         """Whether a device of that name came from that address before and is trusted no more."""
