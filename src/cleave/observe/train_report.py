@@ -86,8 +86,8 @@ def show(
             console.print(f"to lend another machine next time: {fleet.join_command}", soft_wrap=True)
         else:
             console.print(
-                "to lend other machines, start with: cleave train --listen 0.0.0.0:7077\n"
-                "and there: cleave join ws://THIS-MACHINE:7077 --token TOKEN (both are printed at the start)",
+                "to lend other machines, start with: cleave train --listen 0.0.0.0:7077 --tls\n"
+                "and type there the cleave join command it prints",
                 soft_wrap=True,
             )
 
