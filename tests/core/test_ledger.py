@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 
+from cleave.core.cost import Pace
 from cleave.core.ledger import DEADLINE_S, IN_FLIGHT, LATE_S, TICK_S, Ledger
 from cleave.core.rectangles import Rectangle
 from cleave.core.tasks import (
@@ -41,7 +42,6 @@ from cleave.core.tasks import (
     OperandsReleased,
     Orphan,
     Overdue,
-    Pace,
     PaceMeasured,
     Refuse,
     RegionsAbandoned,

@@ -145,6 +145,7 @@ class World:
             assert self.cluster._arrival.wait_for(  # pyright: ignore[reportPrivateUsage]
                 lambda: self.cluster.devices == before - len(devices), DEADLINE_S
             )
+        self.do(asyncio.sleep(0))  # and has done all that follows from it, which is one turn of its loop
 
     def tensor(self, matrix: Matrix) -> Tensor:
         made = self.cluster.tensor(*matrix.shape)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -111,6 +111,20 @@ def unit_costs(profiles: Profiles, wire: WireFormat, server: Server) -> UnitCost
         memory_bytes=column(profiles.memory_bytes, np.inf),
         remote=column(np.ones(len(profiles)), 0.0),
     )
+
+
+class Pace(NamedTuple):
+    """What a device can do, as last measured."""
+
+    flops_per_s: float
+    down_bytes_per_s: float
+    up_bytes_per_s: float
+    latency_s: float
+
+    def seconds(self, down_bytes: int, flops: float, up_bytes: int) -> float:
+        """For one task by itself, nothing overlapping: what it should take at most."""
+        moving_s = down_bytes / self.down_bytes_per_s + up_bytes / self.up_bytes_per_s
+        return self.latency_s + moving_s + flops / self.flops_per_s
 
 
 # ------------------------------------------------------------------------------------------------------ forward

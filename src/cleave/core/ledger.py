@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
+from cleave.core.cost import Pace
 from cleave.core.rectangles import Rectangle, total, within, without
 from cleave.core.shelf import Shelf
 from cleave.core.tasks import (
@@ -43,7 +44,6 @@ from cleave.core.tasks import (
     OperandsReleased,
     Orphan,
     Overdue,
-    Pace,
     PaceMeasured,
     Refuse,
     RegionsAbandoned,

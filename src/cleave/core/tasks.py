@@ -7,8 +7,9 @@ further tasks over parts of it. Rectangles are in the coordinates of a task, unl
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple, NewType
+from typing import NewType
 
+from cleave.core.cost import Pace
 from cleave.core.rectangles import Rectangle
 
 TaskId = NewType("TaskId", int)
@@ -55,20 +56,6 @@ class Task:
         return self.whole.moved(self.top, self.left)
 
 
-class Pace(NamedTuple):
-    """What a device can do, as last measured."""
-
-    flops_per_s: float
-    down_bytes_per_s: float
-    up_bytes_per_s: float
-    latency_s: float
-
-    def seconds(self, down_bytes: int, flops: float, up_bytes: int) -> float:
-        """For one task by itself, nothing overlapping: what it should take at most."""
-        moving_s = down_bytes / self.down_bytes_per_s + up_bytes / self.up_bytes_per_s
-        return self.latency_s + moving_s + flops / self.flops_per_s
-
-
 # ------------------------------------------------------------------------------------------------ events
 
 
@@ -99,7 +86,7 @@ class DeviceAnswered:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMoved:
-    """It let a deadline pass, but bytes move: it is at work."""
+    """Bytes move, to it or from it: however slow, it is at work."""
 
     device: DeviceId
 

@@ -103,6 +103,8 @@ class Cluster:
         self._planned_names: tuple[str, ...] = ()
         self._planning = threading.Lock()
         self._fleet: tuple[int, Profiles | None] = (0, None)
+        self.devices = 0
+        """How many are there, this server itself not counted."""
         self._arrival = threading.Condition()
         self._products = 0
         self._waiting_s = 0.0
@@ -177,11 +179,6 @@ class Cluster:
                 )
 
     @property
-    def devices(self) -> int:
-        """How many are there, this server itself not counted."""
-        return len(self._roster.members.keys() - {STAND_IN})
-
-    @property
     def profiles(self) -> Profiles | None:
         """The fleet as the planner sees it."""
         return self._fleet[1]
@@ -214,6 +211,7 @@ class Cluster:
 
     def _fleet_changed(self) -> None:
         self._fleet = (self._roster.number, self._roster.profiles())
+        self.devices = len(self._roster.members.keys() - {STAND_IN})
         with self._arrival:
             self._arrival.notify_all()
         if self._fleet[1] is not None:

@@ -64,7 +64,7 @@ _SILENCE_S = 10.0
 _MOST_FAILURES = 3
 _MOST_REFUSED = 16
 _PROGRESS_BYTES = 64 << 10
-"""Either way since the last look: more than signs of life take."""
+"""Either way: more than signs of life take. Much slower links than thought, and this server itself, are at work too."""
 _AT_ONCE = -1  # before every task
 
 log = logging.getLogger(__name__)
@@ -168,9 +168,8 @@ class Dispatcher:
             case Back(device):
                 self._set_late(device, False)
             case Overdue(device, _, waited_s, expected_s):
-                if not self._has_moved(device):
-                    reason = f"a task took {waited_s:.1f} s, where {expected_s:.2f} s were expected, and nothing moved"
-                    self.part(device, reason, rejoin=True)
+                reason = f"a task took {waited_s:.1f} s, where {expected_s:.2f} s were expected, and nothing moved"
+                self.part(device, reason, rejoin=True)
 
     def _send(self, task: Task, missing: tuple[OperandId, ...]) -> None:
         line = self._lines[task.device]
@@ -192,15 +191,6 @@ class Dispatcher:
         else:
             cancel = messages.Cancel(tasks=(task.id,))
             line.put(_AT_ONCE, [(cancel, b"")], lambda: self.handle(CancelSent(task.device, task.id)))
-
-    def _has_moved(self, device: DeviceId) -> bool:
-        """Whether a device past a deadline is at work all the same: a link much slower than thought, or this server."""
-        member, moved = self._roster.members[device], self._channels[device].moved_bytes
-        if member.key is None or moved - member.moved_bytes > _PROGRESS_BYTES:
-            member.moved_bytes = moved
-            self.handle(DeviceMoved(device))
-            return True
-        return False
 
     def _set_late(self, device: DeviceId, is_late: bool) -> None:
         self._roster.set_late(device, is_late)
@@ -360,10 +350,14 @@ class Dispatcher:
     # -------------------------------------------------------------------------------------------- from time to time
 
     def heartbeat(self) -> None:
-        """Part with who is silent or whose token was revoked; ask the others for a sign of life."""
+        """Tell the ledger who is at work; part with who is silent or has no valid token; ask the others to speak."""
         for name, line in self._lines.items():
             member, silent_s = self._roster.members[name], self._channels[name].silent_s
             self.handle(PaceMeasured(name, member.pace))
+            moved = self._channels[name].moved_bytes
+            if member.key is None or moved - member.moved_bytes > _PROGRESS_BYTES:
+                member.moved_bytes = moved
+                self.handle(DeviceMoved(name))
             if silent_s > _SILENCE_S:
                 self.part(name, f"no sign of life for {silent_s:.0f} s", rejoin=True)
             elif member.key is not None and not self._keys.is_valid(member.key):

@@ -107,7 +107,7 @@ class Inspector:
         if r is None:
             r = evidence.vectors[key] = verify.draw(self._rng, piece.cols[1] - piece.cols[0])
         found = evidence.projections.get((piece.output, b))
-        if found is None or found.r is not r:
+        if found is None:
             found = evidence.projections[piece.output, b] = verify.project(self._oriented(b, layout), r)
         return found
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from cleave.core.cost import Pace
 from cleave.core.fleet import Profiles
-from cleave.core.tasks import Pace
 from cleave.core.trust import Trust
 
 _FADE_BYTES = 32e6  # a link's memory: what counts half
@@ -97,7 +97,7 @@ class Member:
     products_then: int = 0
     was_told_idle: bool = False
     moved_bytes: int = 0
-    """What had moved over its link when a deadline of it last passed."""
+    """What had moved over its link when it was last told to be at work."""
     probed_at: float | None = None
     """When the probe was sent whose answer is awaited."""
 

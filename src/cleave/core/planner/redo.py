@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cleave.core.cost import Server, UnitCosts, WireFormat, rows_beside_weights, unit_costs
+from cleave.core.cost import Server, UnitCosts, WireFormat, row_costs_s, rows_beside_weights, unit_costs
 from cleave.core.fleet import Bools, Floats, Ints, Profiles
 from cleave.core.planner.linear import Block, Linear, fill, plan_linear
 
@@ -42,8 +42,9 @@ def _by_lines(
     unit: UnitCosts, lines: int, across: int, inner: int, holds: Bools, backlog_s: Floats
 ) -> tuple[Ints | None, float]:
     """Lines of each device, and when the last is done; what all of them need whole is held, or comes first."""
-    fixed_s = backlog_s + unit.latency_s + np.where(holds, 0.0, unit.down_s * (across * inner))
-    line_s = np.maximum(np.maximum(unit.down_s * inner, unit.mac_s * (across * inner)), unit.up_s * across)
+    per_line, fixed = row_costs_s(unit, inner, across)
+    line_s = per_line["forward"]
+    fixed_s = fixed["forward"] + backlog_s + np.where(holds, 0.0, unit.down_s * (across * inner))
     shares = fill(lines, fixed_s, line_s, rows_beside_weights(unit, inner, across, sums=False))
     if shares is None:
         return None, np.inf
