@@ -5,7 +5,7 @@ BIN := .venv/bin
 # seconds for each target of `make fuzz`
 FUZZ_S ?= 60
 
-.PHONY: demo test check lint types bench bench-live bench-faults fuzz clean
+.PHONY: demo test check lint types bench bench-live bench-faults bench-step-planner fuzz clean
 
 demo: .venv/ready
 	$(BIN)/cleave train
@@ -39,6 +39,9 @@ fuzz: .venv/ready
 bench-faults: .venv/ready
 	$(BIN)/python benchmarks/run.py benchmarks/scenarios/verify.toml
 	$(BIN)/python benchmarks/run.py benchmarks/scenarios/faults.toml
+
+bench-step-planner: .venv/ready
+	$(BIN)/python benchmarks/run.py benchmarks/scenarios/step_planner.toml
 
 .venv/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

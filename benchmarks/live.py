@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 
 from cleave.fleet import Fleet, distribute
-from cleave.wire.messages import Layout
+from cleave.wire.programs import Layout
 
 from live_systems import SYSTEMS, WORKERS, Cleave, Matrix, System, cut  # isort: skip
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cleave.core.graph import Role
 from cleave.core.planner.linear import Linear
 from cleave.fleet import Fleet
-from cleave.wire.messages import Layout
+from cleave.wire.programs import Layout
 
 Matrix = NDArray[np.float32]
 WORKERS = 2

@@ -1,6 +1,6 @@
 """Coverage-guided fuzzing of everything that reads bytes of strangers: `make fuzz`, or one target by hand:
 
-    python fuzz/decoders.py header|frames|stream [CORPUS] [-max_total_time=60] [other flags of libFuzzer]
+    python fuzz/decoders.py header|frames|stream|device [CORPUS] [-max_total_time=60] [other flags of libFuzzer]
 
 A target may raise nothing; a ProtocolError or a closed connection is how bad input should end. What crashes is written
 to a file, which repeats the crash when given in place of the corpus. Without a corpus it starts from tests/vectors, in
@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import atheris
@@ -20,9 +20,10 @@ import atheris
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "wire"))
 
-with atheris.instrument_imports(include=["cleave", "connection"]):
+with atheris.instrument_imports(include=["cleave", "connection", "obedient"]):
     import connection
     import mutations
+    import obedient
 
     from cleave.errors import ProtocolError
     from cleave.wire import messages
@@ -40,15 +41,26 @@ def header(data: bytes) -> None:
 
 def frames(data: bytes) -> None:
     """Byte strings of one channel, each after its length in two bytes."""
-    assembler, at = Assembler(), 0
+    assembler = Assembler()
     try:
-        while at + 2 <= len(data):
-            end = at + 2 + int.from_bytes(data[at : at + 2], "big")
-            whole = assembler.feed(data[at + 2 : end])
+        for string in _strings(data):
+            whole = assembler.feed(string)
             assert whole is None or len(whole[1]) == whole[0].payload <= PAYLOAD_BYTES
-            at = end
     except ProtocolError:
         pass
+
+
+def device(data: bytes) -> None:
+    """The same to a device, which does what they say."""
+    obedient.Device().obey(_strings(data))
+
+
+def _strings(data: bytes) -> Iterator[bytes]:
+    at = 0
+    while at + 2 <= len(data):
+        end = at + 2 + int.from_bytes(data[at : at + 2], "big")
+        yield data[at + 2 : end]
+        at = end
 
 
 def stream(data: bytes) -> None:
@@ -61,7 +73,12 @@ def stream(data: bytes) -> None:
 
 
 _loop = asyncio.new_event_loop()
-TARGETS: dict[str, Callable[[bytes], None]] = {"header": header, "frames": frames, "stream": stream}
+TARGETS: dict[str, Callable[[bytes], None]] = {
+    "header": header,
+    "frames": frames,
+    "stream": stream,
+    "device": device,
+}
 
 
 def _seeds(target: str) -> list[bytes]:
@@ -70,13 +87,19 @@ def _seeds(target: str) -> list[bytes]:
         case "header":
             return [head for head, _ in golden]
         case "frames":
-            strings = [[data for data in frame if data] for frame in golden]
-            return [b"".join(len(data).to_bytes(2, "big") + data for data in frame) for frame in strings]
+            return [_joined([frame]) for frame in golden]
+        case "device":
+            return [_joined(conversation) for conversation in mutations.conversations()]
         case _:
             return [
                 b"\x20" + b"".join(mutations.websocket(data, rng, fragments=1 + number % 3) for data in frame)
                 for number, frame in enumerate(golden)
             ]
+
+
+def _joined(frames: list[tuple[bytes, bytes]]) -> bytes:
+    """What `_strings` takes apart."""
+    return b"".join(len(data).to_bytes(2, "big") + data for frame in frames for data in frame if data)
 
 
 def main() -> None:

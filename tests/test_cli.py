@@ -53,14 +53,38 @@ def test_a_gemm_plan_as_json_has_the_documented_fields_and_covers_the_output(
     assert {b["device"] for b in plan["blocks"]} | {x["device"] for x in plan["left_out"]} == named
 
 
-def test_a_model_plan_as_json_adds_up(fleet: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_by_gemms_as_json_adds_up(fleet: str, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
-    assert main(["plan", "--model", "opt-125m", "--tokens", "2048", "--fleet", fleet, "--json"]) == 0
+    whole = ["--model", "opt-125m", "--tokens", "2048", "--grain", "gemm"]
+    assert main(["plan", *whole, "--fleet", fleet, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["grain"] == "gemm"
     assert plan["step_s"] == pytest.approx(sum(s["count"] * s["makespan_s"] for s in plan["segments"]))
     assert {s["role"] for s in plan["segments"]} == {"forward", "grad_input", "grad_weight"}
     assert all(s["blocks"] for s in plan["segments"])
+
+
+@pytest.mark.parametrize("grain", ["auto", "resident"])
+def test_a_plan_by_columns_as_json_takes_every_token_through_every_parameter_once(
+    fleet: str, grain: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    capsys.readouterr()
+    whole = ["--model", "opt-125m", "--tokens", "8192", "--grain", grain]
+    assert main(["plan", *whole, "--fleet", fleet, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["grain"] == "resident"
+    assert plan["arrangement"] == "columns"
+    assert plan["step_s"] >= plan["bound_s"] > 0
+    assert plan["step_s"] == pytest.approx(plan["activation_s"] + plan["synchronisation_s"] + plan["fill_s"])
+    assert all(plan["step_s"] <= way["step_s"] for way in plan["rivals"] if way["fits"])
+    for segment in plan["segments"]:
+        taken = sum(unit["tokens"][1] - unit["tokens"][0] for unit in segment["units"])
+        assert taken == 8192 * segment["slices"]
+    assert sum(segment["count"] for segment in plan["segments"]) == 2 * 12 + 1
+    named = {row["device"] for row in csv.DictReader(Path(fleet).read_text().splitlines())}
+    units = [unit["device"] for segment in plan["segments"] for unit in segment["units"]]
+    assert len(units) == len(set(units))
+    assert set(units) | {x["device"] for x in plan["left_out"]} == named
 
 
 def test_the_server_takes_a_block_under_its_own_name(fleet: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,10 +104,44 @@ def test_a_server_cap_never_makes_a_plan_faster(fleet: str, capsys: pytest.Captu
 
 def test_the_tables_name_time_bound_limit_and_the_gpu(fleet: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--gemm", "700,500,300", "--fleet", fleet]) == 0
-    assert main(["plan", "--model", "opt-125m", "--tokens", "2048", "--fleet", fleet]) == 0
+    assert main(["plan", "--model", "opt-125m", "--tokens", "2048", "--grain", "gemm", "--fleet", fleet]) == 0
     text = " ".join(capsys.readouterr().out.split())
     for words in ("of the lower bound", "limited by", "bytes per device", "A100", "45%", "grad_weight", "attention"):
         assert words in text
+
+
+def test_a_plan_by_columns_is_drawn_and_set_beside_every_other_way(
+    fleet: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--model", "opt-125m", "--tokens", "8192", "--fleet", fleet]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    plane = [line for line in lines if line and set(line.lower()) <= set("pld")]
+    assert len(plane) == 16
+    assert len({len(line) for line in plane}) == 1, "no gaps"
+    text = " ".join(" ".join(lines).split())
+    for words in ("tokens down, parameters across", "limited by", "one more device of a kind", "phone", "A100"):
+        assert words in text
+    for way in ("columns", "GPipe x data parallel", "layer groups", "grouped gemms", "one by one", "FSDP-like"):
+        assert way in text
+
+
+def test_where_a_rival_wins_the_plan_says_which(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [f"d{number},1e12,1e9,1e9,0.5,1e11" for number in range(4)]
+    request = [
+        "plan",
+        "--model",
+        "opt-125m",
+        "--tokens",
+        "16384",
+        "--fleet",
+        write(tmp_path, "\n".join([HEADER, *rows])),
+    ]
+    assert main([*request, "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["segments"] == []
+    assert plan["arrangement"].startswith(plan["rivals"][0]["name"])
+    assert main(request) == 0
+    assert "no units of its own" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_config_json_or_its_folder_is_a_model(fleet: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -96,7 +154,15 @@ def test_a_config_json_or_its_folder_is_a_model(fleet: str, tmp_path: Path, caps
     assert steps[0] == steps[1]
 
 
-@pytest.mark.parametrize("what", ["--gemm 700,500,300 --split 3d", "--model opt-125m --tokens 64"])
+@pytest.mark.parametrize(
+    "what",
+    [
+        "--gemm 700,500,300 --split 3d",
+        "--model opt-125m --tokens 64 --grain gemm",
+        "--model opt-125m --tokens 8192",
+        "--model opt-125m --tokens 512 --server-down 0.01 --server-up 0.01 --server-tflops 50",
+    ],
+)
 def test_a_plot_is_a_picture(fleet: str, tmp_path: Path, what: str) -> None:
     picture = tmp_path / "plan.png"
     assert main(["plan", *what.split(), "--fleet", fleet, "--plot", str(picture)]) == 0
@@ -155,7 +221,7 @@ def test_a_bad_fleet_gives_one_sentence_and_exit_code_2(
         (["--model", "opt-125m", "--tokens", "4096", "--sequence", "4096"], "2048 positions"),
         (["--model", "no/such/config.json", "--tokens", "64"], "cannot read"),
         (["--gemm", "5,5,5", "--tokens", "64"], "--tokens goes with --model"),
-        (["--gemm", "5,5,5", "--grain", "resident"], "not built yet"),
+        (["--gemm", "5,5,5", "--grain", "resident"], "no resident weights"),
         (["--gemm", "5,5,5", "--plot", "plan.gif"], "end in .png"),
         (["--gemm", "5,5,5", "--plot", "no/such/plan.png"], "no folder"),
     ],

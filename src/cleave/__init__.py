@@ -14,15 +14,17 @@ if TYPE_CHECKING:
     from cleave.core.graph import Gemm as Gemm
     from cleave.fleet import Fleet as Fleet
     from cleave.fleet import distribute as distribute
+    from cleave.fleet import overlap as overlap
     from cleave.fleet import undistribute as undistribute
 
 __version__ = "0.1.0"
-__all__ = ["Fleet", "Gemm", "Profiles", "Server", "distribute", "plan", "undistribute"]
+__all__ = ["Fleet", "Gemm", "Profiles", "Server", "distribute", "overlap", "plan", "undistribute"]
 
 _HOMES = {
     "plan": "cleave.app",
     "Fleet": "cleave.fleet",
     "distribute": "cleave.fleet",
+    "overlap": "cleave.fleet",
     "undistribute": "cleave.fleet",
     "Profiles": "cleave.core.fleet",
     "Gemm": "cleave.core.graph",

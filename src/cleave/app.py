@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from cleave.core.cost import Server, WireFormat
 from cleave.core.fleet import Profiles, describe, read_csv, write_csv
 from cleave.core.graph import Gemm
 from cleave.core.planner.gemm import GemmPlan, Split, plan_gemm
-from cleave.core.planner.step import StepPlan, plan_step
+from cleave.core.planner.step import StepChoice, StepPlan, choose_step, plan_step
 from cleave.core.shapes import ModelShape, from_config, named
 from cleave.errors import FleetError, InputError, ModelError
 from cleave.facts import table
@@ -34,12 +34,19 @@ def plan(
     server: Server | None = None,
     split: Split = "auto",
     grouped: bool = True,
-) -> GemmPlan | StepPlan:
-    """Cut one gemm, or a model's whole step, over a fleet (profiles, or the path of a fleet CSV)."""
+    grain: Literal["auto", "gemm", "resident"] = "auto",
+) -> GemmPlan | StepPlan | StepChoice:
+    """Cut one gemm, or a model's whole step, over a fleet (profiles, or the path of a fleet CSV).
+
+    A step comes as a `StepPlan` with grain "gemm" (which `split` and `grouped` speak of), else as a `StepChoice`: the
+    fastest of all ways, or the best columns with grain "resident".
+    """
     profiles = fleet if isinstance(fleet, Profiles) else load_fleet(fleet)
     if (gemm is None) == (model is None):
         raise InputError("expected either a model or a gemm to plan; give one of them")
     if gemm is not None:
+        if grain == "resident":
+            raise InputError("a gemm alone has no resident weights; use --grain gemm, or give --model and --tokens")
         product = gemm if isinstance(gemm, Gemm) else Gemm(m=gemm[0], n=gemm[1], k=gemm[2])
         if min(product.m, product.n, product.k) < 1:
             raise InputError(f"expected sizes from 1 up, got gemm {product.m}, {product.n}, {product.k}; give M, N, K")
@@ -48,15 +55,19 @@ def plan(
     shape = model if isinstance(model, ModelShape) else load_shape(model)
     if tokens is None:
         raise InputError("a model's step needs its number of tokens; add --tokens, such as --tokens 131072")
-    return plan_step(
+    length = _sequence(shape, tokens, sequence)
+    if grain == "gemm" or (grain == "auto" and (split != "auto" or not grouped)):
+        return plan_step(
+            profiles, shape, tokens, sequence=length, wire=wire, server=server, split=split, grouped=grouped
+        )
+    return choose_step(
         profiles,
         shape,
         tokens,
-        sequence=_sequence(shape, tokens, sequence),
+        sequence=length,
         wire=wire,
         server=server,
-        split=split,
-        grouped=grouped,
+        resident_only=grain == "resident",
     )
 
 
@@ -106,16 +117,14 @@ def run_plan(
     server_down_gbit: float | None,
     server_up_gbit: float | None,
     server_tflops: float | None,
-    grain: str,
+    grain: Literal["auto", "gemm", "resident"],
     split: Split,
     grouped: bool,
     as_json: bool,
     plot: str | None,
 ) -> None:
-    from cleave.observe import plan_json, plan_report
+    from cleave.observe import plan_json, plan_report, plan_words
 
-    if grain == "resident":
-        raise InputError("grain resident is not built yet; use --grain gemm, or auto, which chooses among what is")
     if gemm is not None and tokens is not None:
         raise InputError("--tokens goes with --model, and a gemm has its size already; leave it out")
     if plot is not None:
@@ -136,17 +145,18 @@ def run_plan(
         server=server,
         split=split,
         grouped=grouped,
+        grain=grain,
     )
     if as_json:
         sys.stdout.write(json.dumps(plan_json.as_json(found)) + "\n")
     else:
-        plan_report.show(found, profiles, server, plan_report.cloud_gpu(table("cloud")))
+        plan_report.show(found, profiles, server, plan_words.cloud_gpu(table("cloud")))
     if plot is not None:
         from cleave.observe import plan_plot
 
         plan_plot.draw(found, profiles, server, Path(plot))
         if not as_json:
-            plan_report.say(f"drawn: {plot}")
+            plan_words.say(f"drawn: {plot}")
 
 
 def run_fleet_sample(*, mix: str, country: str, seed: int, out: str | None, as_json: bool) -> None:

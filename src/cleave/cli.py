@@ -87,12 +87,17 @@ def _add_train(add: _AddVerb) -> None:
     verb.add_argument("--learning-rate", type=_rate, metavar="RATE", help="the highest one")
     verb.add_argument("--seed", type=_seed, metavar="N", help="of weights, text order and sample")
     verb.add_argument("--wire", choices=["fp32", "bf16", "fp16", "int8"], help="format on the wire (default: fp32)")
+    verb.add_argument("--grain", choices=["auto", "gemm", "resident"], help="a unit of work (default: the faster one)")
+    verb.add_argument("--overlap", action="store_true", default=None, help="update weights one by one, during backward")
     verb.add_argument("--offload", choices=["auto", "always"], help="auto keeps gemms not worth sending on the server")
     verb.add_argument("--dtype", choices=["fp32", "bf16"], help="of the parameters (default: fp32)")
     verb.add_argument("--autocast", choices=["bf16"], help="multiply in a lower precision than the parameters'")
     verb.add_argument("--checkpointing", action="store_true", default=None, help="recompute activations in backward")
     verb.add_argument("--devices", type=_devices, metavar="N", help="local devices (default: 4, or 0 with --listen)")
     verb.add_argument("--device-threads", type=_count, metavar="N", help="threads of each local device (default: 1)")
+    verb.add_argument(
+        "--trust", choices=["sample", "strict", "none"], help="how much of resident layers' work to audit"
+    )
     verb.add_argument("--listen", metavar="HOST:PORT", help="where devices join, such as 0.0.0.0:7077")
     verb.add_argument("--token", metavar="TEXT", help="what devices must know (default: CLEAVE_TOKEN, or made up)")
     verb.add_argument("--tls", action="store_true", default=None, help="encrypt, with a certificate made for the run")
@@ -240,13 +245,19 @@ def _add_plan(add: _AddVerb) -> None:
     verb.add_argument(
         "--server-tflops", type=_rate, metavar="TFLOPS", help="what the server computes itself (default: 0)"
     )
-    verb.add_argument("--grain", choices=["auto", "gemm", "resident"], default="auto", help="what a unit of work is")
     verb.add_argument(
-        "--split", choices=["auto", "2d", "3d"], default="auto", help="whether blocks may split the inner side"
+        "--grain",
+        choices=["auto", "gemm", "resident"],
+        default="auto",
+        help="what a unit of a model's step is: a block of a gemm, or tokens through resident weights (default: "
+        "the fastest of all ways)",
     )
-    verb.add_argument("--ungrouped", action="store_true", help="plan q, k, v and gate, up as gemms of their own")
-    verb.add_argument("--json", action="store_true", help="print the plan, every block of it, as JSON")
-    verb.add_argument("--plot", metavar="FILE.png", help="draw the tiling and the devices' timelines")
+    verb.add_argument(
+        "--split", choices=["auto", "2d", "3d"], default="auto", help="whether blocks may split the inner side (gemm)"
+    )
+    verb.add_argument("--ungrouped", action="store_true", help="q, k, v and gate, up as gemms of their own (gemm)")
+    verb.add_argument("--json", action="store_true", help="print the plan, every unit of it, as JSON")
+    verb.add_argument("--plot", metavar="FILE.png", help="draw the tiling, and where the time goes")
     verb.set_defaults(run=_run_plan)
 
 

@@ -89,12 +89,19 @@ class TrainConfig:
     """How many checkpoints stay on disk, the newest ones."""
     wire: Wire = "fp32"
     """Numbers on the wire: fewer bytes, less exact."""
+    grain: Literal["auto", "gemm", "resident"] = "auto"
+    """gemm: blocks of single products; resident: layers that stay on devices; auto: whichever should be faster."""
+    overlap: bool = False
+    """With resident layers, update each weight as soon as its gradient is there, and send it out while others are still
+    computed. A run that is stopped in the middle of a step then goes on from its last checkpoint."""
     offload: Literal["auto", "always"] = "always"
     """auto: gemms too small to be worth sending stay on the server; always: every gemm goes to devices."""
     devices: CountOrNone = 4
     """Local device processes to start; 0: only wait for others to join."""
     device_threads: Count = 1
     """Threads of each local device."""
+    trust: Literal["sample", "strict", "none"] = "sample"
+    """Which work on resident layers the server computes again: a random share, all of it, or none."""
     listen: str = "127.0.0.1:0"
     """HOST:PORT that devices dial; port 0 is any free one."""
     token: str | None = None

@@ -70,6 +70,14 @@ class ResultRefused(Event, frozen=True, kw_only=True):
     reason: str
 
 
+class Audited(Event, frozen=True, kw_only=True):
+    """What a device did in a column of a pass was computed again by the server."""
+
+    device: str
+    units: int
+    is_right: bool
+
+
 class Recovered(Event, frozen=True, kw_only=True):
     """All that a device left unfinished has been computed by others."""
 
@@ -138,6 +146,7 @@ AnyEvent = (
     | DeviceLate
     | DeviceIdle
     | ResultRefused
+    | Audited
     | Recovered
     | Paused
     | Note

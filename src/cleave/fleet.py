@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import subprocess
@@ -13,14 +14,17 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 import numpy as np
 
 from cleave import events
+from cleave.core.audit import Policy
 from cleave.core.cost import WireFormat
 from cleave.core.planner.linear import Linear
 from cleave.device.join import stand_in
+from cleave.device.replay import replay
 from cleave.errors import InputError
 from cleave.server import certificate
 from cleave.server.cluster import Cluster
 from cleave.server.http import Service
 from cleave.server.keys import Keys
+from cleave.transport.shaped import Link, shaping
 
 if TYPE_CHECKING:
     import torch
@@ -53,16 +57,24 @@ class Fleet:
         listener: events.Listener = lambda event: None,
         alone: Alone = "wait",
         alone_wait_s: float = 60.0,
+        links: Link | None = None,
+        trust: Policy = "sample",
     ) -> None:
         """`token` is what the join command shows, and the only key if no `keys` are given; what must outlive this
-        process, such as a certificate that devices know by its fingerprint, is kept in `directory`."""
+        process, such as a certificate that devices know by its fingerprint, is kept in `directory`. `links` slows down
+        every device as a network would that this machine does not have. `trust` is how much of what devices do with
+        resident layers this server computes again: a sample, everything (strict), or none; products are all checked."""
         if wire not in ("fp32", "bf16", "fp16", "int8"):
             raise InputError(f"expected wire fp32, bf16, fp16 or int8, got {wire!r}")
         if offload not in ("auto", "always"):
             raise InputError(f"expected offload auto or always, got {offload!r}")
+        if trust not in ("sample", "strict", "none"):
+            raise InputError(f"expected trust sample, strict or none, got {trust!r}")
         self.wire: WireFormat = wire
         self.offload: Offload = offload
         self.token = token
+        self.medium_bytes_per_s = links.medium_bytes_per_s if links is not None else math.inf
+        """What all devices share, both ways, as far as anyone has said; each alone may measure as much."""
         self._listener = listener
         self._processes: list[subprocess.Popen[bytes]] = []
         self._keys = keys = keys or Keys(token)
@@ -77,9 +89,13 @@ class Fleet:
                 listener=listener,
                 gone_s=alone_wait_s,
                 stand_in=stand_in if alone == "compute" else None,
+                medium_bytes_per_s=self.medium_bytes_per_s,
+                trust=trust,
+                replay=replay,
             )
 
-        self._service = Service(listen, make, keys=keys, certificate=self._certificate, say=self.say)
+        wrap = None if links is None else shaping(links)
+        self._service = Service(listen, make, keys=keys, certificate=self._certificate, wrap=wrap, say=self.say)
         self._service.start()
         self.cluster = self._service.cluster
         if keys.is_open and self.is_reachable:
@@ -96,6 +112,7 @@ class Fleet:
         offload: Offload = "auto",
         alone: Alone = "wait",
         alone_wait_s: float = 3600.0,
+        trust: Policy = "sample",
         listener: events.Listener = lambda event: None,
     ) -> Fleet:
         """Wait for devices at an address of this machine; `join_command` is what to type on theirs."""
@@ -107,6 +124,7 @@ class Fleet:
             offload=offload,
             alone=alone,
             alone_wait_s=alone_wait_s,
+            trust=trust,
             listener=listener,
         )
 
@@ -119,10 +137,12 @@ class Fleet:
         offload: Offload = "auto",
         threads: int = 1,
         memory: str | None = None,
+        links: Link | None = None,
+        trust: Policy = "sample",
         listener: events.Listener = lambda event: None,
     ) -> Fleet:
-        """Start devices on this machine: real processes, real sockets."""
-        fleet = cls("127.0.0.1:0", wire=wire, offload=offload, listener=listener)
+        """Start devices on this machine: real processes, real sockets; and links as slow as `links` says."""
+        fleet = cls("127.0.0.1:0", wire=wire, offload=offload, links=links, trust=trust, listener=listener)
         try:
             fleet.start_devices(count, threads=threads, memory=memory)
             fleet.wait(count)
@@ -232,16 +252,34 @@ class Fleet:
 def distribute(
     model: _Module, fleet: Fleet, *, grain: Literal["auto", "gemm", "resident"] = "auto", immediate: bool = False
 ) -> _Module:
-    """Let a fleet compute the gemms of any torch model; loop, optimizer and Trainer stay yours.
+    """Let a fleet compute any torch model's matrix products; loop, optimizer and Trainer stay yours.
 
-    `grain` chooses what a unit of work is; `auto` takes the best that is built, which is gemm blocks. Gradients of
-    weights are complete when `backward()` returns; `immediate` is for `torch.autograd.grad` with respect to weights.
+    `grain` is what a unit of work is: `gemm` a block of one product, for any model; `resident` layers that stay on
+    devices while tokens flow through, for the decoders of Llama, Mistral, Qwen2, OPT and GPT-2; `auto` whichever the
+    planner finds faster on this fleet. With resident layers a model in training that is given labels returns the loss
+    and no logits. Gradients of weights are complete when `backward()` returns; `immediate` is for
+    `torch.autograd.grad` with respect to weights.
     """
-    if grain not in ("auto", "gemm"):
-        raise InputError(f"grain {grain} is not built yet; use gemm, or auto, which chooses among what is")
-    from cleave.train.distribute import distribute as distribute_gemms
+    if grain not in ("auto", "gemm", "resident"):
+        raise InputError(f"expected grain auto, gemm or resident, got {grain!r}")
+    from cleave.train.distribute import distribute as send
+    from cleave.train.matmul import local_flops_per_s
 
-    return distribute_gemms(model, fleet.cluster, offload=fleet.offload, say=fleet.say, immediate=immediate)
+    fleet.cluster.grains.local_flops_per_s = local_flops_per_s()
+    fleet.cluster.grains.may_stay = fleet.offload == "auto"
+    return send(model, fleet.cluster, offload=fleet.offload, say=fleet.say, immediate=immediate, grain=grain)
+
+
+def overlap(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+    """Update each resident weight as soon as its gradient is there, and send it out while others are still computed.
+
+    `loss.backward()` then steps the optimizer, parameter by parameter, and `optimizer.step()` does the rest. Not for
+    who clips gradients by their norm or adds up those of several backwards. Returns why it cannot be, if so: an
+    optimizer that looks at several parameters at once, or a model without resident layers; all else works as before.
+    """
+    from cleave.train import stack
+
+    return stack.overlap(model, optimizer)
 
 
 def undistribute(model: _Module) -> _Module:

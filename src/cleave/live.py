@@ -57,6 +57,7 @@ def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: 
                 config, directory, wrap=run.wrap, observe=run.observe, traffic=run.traffic, resume=resume
             )
         run.finished = summary.reason == "done"
+        run.tell_audits()
         members = run.fleet.cluster.members() if run.fleet else []
         train_report.show(summary, members, run.fleet, directory, Console(highlight=False), as_json=as_json)
     finally:
@@ -112,6 +113,7 @@ class _Run:
             offload=config.offload,
             listener=self.observe,
             alone=config.alone,
+            trust=config.trust,
             alone_wait_s=config.alone_wait_s,
         )
         secret = " with their token" if not keys.is_open else ""
@@ -125,7 +127,7 @@ class _Run:
             _leave_cores_to(config.devices * config.device_threads)
         if config.devices or config.alone == "wait":
             self.fleet.wait(max(config.devices, 1), config.wait_s)
-        return distribute(model, self.fleet)
+        return distribute(model, self.fleet, grain=config.grain)
 
     def _keys(self) -> tuple[Keys, str]:
         """The run's keys, and the token to show: the one that was chosen, or one made up where others can come in.
@@ -156,6 +158,14 @@ class _Run:
             waiting_s=totals.waiting_s,
             checking_s=totals.checking_s,
         )
+
+    def tell_audits(self) -> None:
+        from cleave.events import Note
+
+        totals = self.fleet.cluster.totals() if self.fleet else None
+        if totals is not None and totals.audited_units:
+            found = f"{totals.wrong_audits} times they were wrong" if totals.wrong_audits else "all were right"
+            self.observe(Note(text=f"the server computed {totals.audited_units} units of devices again: {found}"))
 
     def devices(self) -> list[Member]:
         return self.fleet.cluster.here() if self.fleet else []

@@ -25,6 +25,7 @@ from cleave.server.http import Service
 from cleave.transport.base import Channel, Received
 from cleave.transport.faulty import FaultyChannel
 from cleave.transport.memory import memory_pair
+from cleave.transport.shaped import Link, Shaped, shaping
 from cleave.transport.stream import IDLE_FRAMES, Stream
 from cleave.transport.websocket import WebSocketChannel, dial
 from cleave.wire import messages
@@ -136,6 +137,17 @@ def service() -> Iterator[Service]:
     service.stop("done", rejoin=False)
 
 
+GENEROUS = Link(down_bytes_per_s=2e9, up_bytes_per_s=2e9, latency_s=1e-3, medium_bytes_per_s=4e9)
+
+
+@pytest.fixture(scope="module")
+def shaped_service() -> Iterator[Service]:
+    service = Service("127.0.0.1:0", lambda loop: cast(Cluster, Doorman(loop)), wrap=shaping(GENEROUS))
+    service.start()
+    yield service
+    service.stop("done", rejoin=False)
+
+
 @pytest.fixture(scope="module")
 def own() -> Certificate:
     return certificate.own(None, [])
@@ -152,20 +164,27 @@ def secure_service(own: Certificate) -> Iterator[Service]:
 Pair = tuple[End, End]
 
 
-@pytest.fixture(
-    params=["memory", "faulty", "device-to-server", "server-to-device", "tls-device-to-server", "tls-server-to-device"]
-)
+OVER_MEMORY = ["memory", "faulty", "shaped-to-memory", "memory-to-shaped"]
+WAYS = ["device-to-server", "server-to-device"]
+OVER_WEBSOCKETS = [f"{kind}{way}" for kind in ("", "tls-", "shaped-") for way in WAYS]
+
+
+@pytest.fixture(params=OVER_MEMORY + OVER_WEBSOCKETS)
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
-    if request.param in ("memory", "faulty"):
+    if request.param in OVER_MEMORY:
         left, right = memory_pair()
         if request.param == "faulty":  # without a fault, just another channel
             yield Here(_faultless(left)), Here(_faultless(right))
-        else:
+        elif request.param == "memory":
             yield Here(left), Here(right)
+        else:
+            shaped, plain = Here(Shaped(left, GENEROUS)), Here(right)
+            yield (shaped, plain) if request.param == "shaped-to-memory" else (plain, shaped)
         await left.close()
         return
     secure = request.param.startswith("tls-")
-    service: Service = request.getfixturevalue("secure_service" if secure else "service")
+    named = {"tls": "secure_service", "shaped": "shaped_service"}
+    service: Service = request.getfixturevalue(named.get(request.param.partition("-")[0], "service"))
     pin = f"#sha256:{request.getfixturevalue('own').fingerprint}" if secure else ""
     doorman = cast(Doorman, service.cluster)
     dialled = await dial(f"{'wss' if secure else 'ws'}://{service.address}/ws{pin}")

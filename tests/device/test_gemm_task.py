@@ -13,9 +13,9 @@ from cleave.device.programs.kernels import Kernel, NumpyKernel, TorchKernel
 from cleave.device.store import Store
 from cleave.errors import ProtocolError
 from cleave.wire.frame import PAYLOAD_BYTES
-from cleave.wire.messages import Gemm, Layout
 from cleave.wire.messages import Store as StoreMessage
 from cleave.wire.numbers import Matrix
+from cleave.wire.programs import Gemm, Layout
 
 steady = settings(max_examples=40, deadline=None, derandomize=True)
 layouts: st.SearchStrategy[Layout] = st.sampled_from(["nt", "nn", "tn"])

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cleave.core.cost import WireFormat
 from cleave.device.programs.kernels import NumpyKernel
-from cleave.device.store import Store
+from cleave.device.store import Store, state_bytes
 from cleave.errors import ProtocolError
 from cleave.wire.messages import Store as StoreMessage
 from cleave.wire.numbers import Encoded, Matrix, NumpyCodec, encoded_bytes
@@ -155,3 +155,12 @@ def test_int8_strips_carry_their_own_scales() -> None:
     held = store.get(1)
     assert held is not None
     np.testing.assert_allclose(held.array, matrix, atol=np.abs(matrix).max() / 254)
+
+
+def test_clearing_forgets_what_was_made_here_too() -> None:
+    store = Store(NumpyKernel(), 1000)
+    store.make_state(1, (3,), 5)
+    store.accumulator(2, 3, 4)
+    assert store.used_bytes == state_bytes((3,), 5) + 48
+    store.clear()
+    assert (store.used_bytes, store.state(1), store.get(2)) == (0, None, None)

@@ -19,8 +19,9 @@ from cleave.transport.base import Received
 from cleave.transport.memory import MemoryChannel, memory_pair
 from cleave.wire import messages
 from cleave.wire.frame import PAYLOAD_BYTES
-from cleave.wire.messages import AnyMessage, Layout
+from cleave.wire.messages import AnyMessage
 from cleave.wire.numbers import Matrix, NumpyCodec
+from cleave.wire.programs import Gemm, Layout
 
 DEADLINE_S = 20.0
 MEMORY_BYTES = 1_000_000
@@ -62,7 +63,7 @@ class Script:
         priority: int = 1,
         format: WireFormat = "fp32",
     ) -> None:
-        program = messages.Gemm(layout=layout, terms=terms, rows=shape[0], cols=shape[1])
+        program = Gemm(layout=layout, terms=terms, rows=shape[0], cols=shape[1])
         await self.channel.send(messages.Run(task=task, priority=priority, program=program, format=format))
 
     async def receive(self) -> Received:
@@ -285,9 +286,7 @@ def _store(**changed: int) -> messages.Store:
 
 
 def _run(*terms: tuple[int, int]) -> messages.Run:
-    return messages.Run(
-        task=1, priority=0, format="fp32", program=messages.Gemm(layout="nt", terms=terms, rows=4, cols=4)
-    )
+    return messages.Run(task=1, priority=0, format="fp32", program=Gemm(layout="nt", terms=terms, rows=4, cols=4))
 
 
 VIOLATIONS: dict[str, list[AnyMessage]] = {

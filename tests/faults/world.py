@@ -11,10 +11,12 @@ import numpy as np
 from cleave import events
 from cleave.core.graph import Role
 from cleave.core.planner.linear import Linear
+from cleave.core.planner.live_columns import plan_columns
 from cleave.device.programs.kernels import NumpyKernel
 from cleave.device.worker import Contribution, Offer, Worker
 from cleave.errors import CleaveError
 from cleave.server.cluster import Cluster, StandIn
+from cleave.server.grain import Arrange
 from cleave.server.keys import Keys
 from cleave.server.staging import Tensor
 from cleave.transport.base import Channel
@@ -44,11 +46,19 @@ class World:
     """Make it inside the loop; `close` raises what escaped from a connection or a worker."""
 
     def __init__(
-        self, *, gone_s: float = 60.0, seed: int = 0, keys: Keys | None = None, stand_in: StandIn | None = None
+        self,
+        *,
+        gone_s: float = 60.0,
+        seed: int = 0,
+        keys: Keys | None = None,
+        stand_in: StandIn | None = None,
+        arrange: Arrange = plan_columns,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.events: list[events.AnyEvent] = []
-        self.cluster = Cluster(self.loop, gone_s=gone_s, listener=self._hear, keys=keys, stand_in=stand_in)
+        self.cluster = Cluster(
+            self.loop, gone_s=gone_s, listener=self._hear, keys=keys, stand_in=stand_in, arrange=arrange
+        )
         self._rng = np.random.default_rng(seed)
         self._news = asyncio.Event()
         self._stays: list[asyncio.Task[None]] = []

@@ -30,8 +30,8 @@ from cleave.server.staging import Tensor
 from cleave.transport.memory import MemoryChannel, memory_pair
 from cleave.wire import messages
 from cleave.wire.frame import Buffer
-from cleave.wire.messages import Layout
 from cleave.wire.numbers import Matrix
+from cleave.wire.programs import Layout
 
 DEADLINE_S = 10.0
 PATIENCE_S = 3.0

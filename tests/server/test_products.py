@@ -13,8 +13,8 @@ from cleave.core.graph import Role
 from cleave.core.planner.linear import Block, fit
 from cleave.server.products import LAYOUTS, Cut, Piece, Product
 from cleave.server.staging import Range, Tensor
-from cleave.wire.messages import Layout
 from cleave.wire.numbers import Matrix
+from cleave.wire.programs import Layout
 
 steady = settings(max_examples=60, deadline=None, derandomize=True)
 roles: st.SearchStrategy[Role] = st.sampled_from(["forward", "grad_input", "grad_weight"])

@@ -6,7 +6,8 @@ must its version, unless the change is one that docs/protocol.md allows.
 
     messages/   one of every message: its fields, its header, its payload
     numbers/    matrices in each format: values, the same as fp32 bits, encoded, and what a receiver decodes
-    tasks/      what a server sends for a task, what a device may answer (any tiling will do), and the whole block
+    tasks/      what a server sends for a gemm, what a device may answer (any tiling will do), and the whole block
+    resident/   sequences through parts of a model and back: what a server sends, and what a device answers
     session/    a whole connection, as printed in docs/protocol.md
 
 All bytes are in hexadecimal. Measured fields (seconds) of answers are examples.
@@ -22,39 +23,32 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from frames import Frame, Json, codec, described, result, stored, values
+from resident_parts import conversations
 
 from cleave.core.cost import WireFormat
 from cleave.core.rectangles import Rectangle
-from cleave.wire import messages
 from cleave.wire.messages import (
-    AnyMessage,
+    VERSION,
     Bye,
     Cancel,
     Drop,
     Failed,
-    FromDevice,
-    Gemm,
     Hello,
     Idle,
-    Layout,
     Leaving,
     Probe,
     Probed,
     Refused,
-    Result,
     Run,
     Store,
     Welcome,
 )
-from cleave.wire.numbers import Matrix, NumpyCodec
+from cleave.wire.numbers import Matrix
+from cleave.wire.programs import Gemm, Layout
 
 HERE = Path(__file__).parent
 TASK = 21
-
-Json = dict[str, object]
-Frame = tuple[AnyMessage, bytes]
-
-codec = NumpyCodec()
 
 
 def main() -> None:
@@ -64,6 +58,8 @@ def main() -> None:
         write("numbers", name, numbers(name, wire, matrix))
     for name, task in tasks().items():
         write("tasks", name, task)
+    for name, conversation in conversations().items():
+        write("resident", name, conversation)
     write("session", "small", {"name": "small", "frames": [described(frame) for frame in session()]})
 
 
@@ -73,9 +69,9 @@ def main() -> None:
 def one_of_each() -> dict[str, Frame]:
     square = np.array([[1, 2], [3, 4]], dtype=np.float32)
     return {
-        "hello": (Hello(version=2, name="küche", token="s3cret", flops_per_s=2.5e10, memory_bytes=2_000_000_000,
+        "hello": (Hello(version=VERSION, name="küche", token="s3cret", flops_per_s=2.5e10, memory_bytes=2_000_000_000,
                         kernel="numpy"), b""),
-        "welcome": (Welcome(version=2, name="küche-2"), b""),
+        "welcome": (Welcome(version=VERSION, name="küche-2"), b""),
         "refused": (Refused(reason="wrong or missing token"), b""),
         "probe": (Probe(answer=2, payload=8), bytes(range(8))),
         "probe-without-payload": (Probe(answer=0), b""),
@@ -92,55 +88,6 @@ def one_of_each() -> dict[str, Frame]:
         "leaving": (Leaving(reason="stopped by its owner"), b""),
         "bye": (Bye(reason="training is complete", rejoin=False), b""),
     }  # fmt: skip
-
-
-def stored(operand: int, matrix: Matrix, wire: WireFormat, first: int, last: int) -> Frame:
-    payload = bytes(codec.encode(matrix[first:last], wire))
-    rows, cols = matrix.shape
-    return (
-        Store(
-            operand=operand,
-            rows=rows,
-            cols=cols,
-            format=wire,
-            first_row=first,
-            strip_rows=last - first,
-            payload=len(payload),
-        ),
-        payload,
-    )
-
-
-def result(task: int, at: tuple[int, int], part: Matrix, wire: WireFormat, inner: int) -> Frame:
-    payload = bytes(codec.encode(part, wire))
-    rows, cols = part.shape
-    return (
-        Result(
-            task=task,
-            first_row=at[0],
-            rows=rows,
-            first_col=at[1],
-            cols=cols,
-            format=wire,
-            flops=2.0 * rows * cols * inner,
-            compute_s=0.0009765625,
-            down_bytes=64,
-            down_s=0.001953125,
-            payload=len(payload),
-        ),
-        payload,
-    )
-
-
-def described(frame: Frame) -> Json:
-    message, payload = frame
-    assert message.payload == len(payload)
-    return {
-        "from": "device" if isinstance(message, FromDevice) else "server",
-        "message": msgspec.to_builtins(message),
-        "header_hex": messages.encode(message).hex(),
-        "payload_hex": payload.hex(),
-    }
 
 
 # ------------------------------------------------------------------------------------------------ numbers
@@ -179,10 +126,6 @@ def numbers(name: str, wire: WireFormat, matrix: Matrix) -> Json:
         "hex": bytes(encoded).hex(),
         "decoded_fp32_hex": back.tobytes().hex(),
     }
-
-
-def values(matrix: Matrix) -> list[list[float | str]]:
-    return [[float(x) if math.isfinite(x) else str(float(x)) for x in row] for row in matrix]
 
 
 # ------------------------------------------------------------------------------------------------ tasks
@@ -273,8 +216,8 @@ def session() -> Iterator[Frame]:
     a = np.array([[1, 2, 3], [4, 5, 6]], dtype=np.float32)
     b = np.array([[1, 0, -1], [0.5, 0.25, 2]], dtype=np.float32)
     program = Gemm(layout="nt", terms=((1, 2),), rows=2, cols=2)
-    yield Hello(version=2, name="laptop", token="", flops_per_s=5e10, memory_bytes=1 << 30, kernel="example"), b""
-    yield Welcome(version=2, name="laptop"), b""
+    yield Hello(version=VERSION, name="laptop", token="", flops_per_s=5e10, memory_bytes=1 << 30, kernel="example"), b""
+    yield Welcome(version=VERSION, name="laptop"), b""
     yield Probe(answer=0), b""
     yield Probed(down_s=0.0), b""
     yield Probe(answer=2, payload=8), bytes(8)

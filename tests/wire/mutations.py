@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import random
 import struct
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ _DEEP = 5000
 _LENGTHS = (b"\xd9\xff", b"\xda\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xdc\xff\xff", b"\xdd\xff\xff\xff\xff",
             b"\xde\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\x00")  # fmt: skip
 """MessagePack's markers of texts, lists, maps, bytes and extensions as long as can be."""
+_NUMBERS = 80
+"""Operands, states, accumulators, rows and columns of the golden cases are below it."""
+_FLOATS = (0.0, float("nan"), float("inf"), float("-inf"), 3e38, -3e38, 1e-45, 1e20, -1e20)
 _ODD: tuple[Any, ...] = (
     0, -1, 1, 127, 128, 65536, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63),
     0.0, -0.0, 0.5, 3.0, 1e308, 5e-324, float("nan"), float("inf"), float("-inf"), True, False, None,
@@ -29,12 +33,29 @@ _ODD: tuple[Any, ...] = (
 
 def golden() -> list[tuple[bytes, bytes]]:
     """(header, payload) of every frame in tests/vectors."""
-    frames: list[dict[str, Any]] = []
-    for folder in ("messages", "tasks", "session"):
-        for path in sorted((VECTORS / folder).glob("*.json")):
-            case = json.loads(path.read_text(encoding="utf-8"))
-            frames += case.get("frames", [case])
-    return [(bytes.fromhex(frame["header_hex"]), bytes.fromhex(frame["payload_hex"])) for frame in frames]
+    return [_bytes(frame) for folder in ("messages", "tasks", "resident", "session") for frame in _frames(folder)]
+
+
+@cache
+def conversations() -> list[list[tuple[bytes, bytes]]]:
+    """The frames from the server in each case of tests/vectors in which there are tasks."""
+    return [
+        [_bytes(frame) for frame in case["frames"] if frame["from"] == "server"]
+        for folder in ("tasks", "resident", "session")
+        for case in _cases(folder)
+    ]
+
+
+def _cases(folder: str) -> list[dict[str, Any]]:
+    return [json.loads(path.read_text(encoding="utf-8")) for path in sorted((VECTORS / folder).glob("*.json"))]
+
+
+def _frames(folder: str) -> list[dict[str, Any]]:
+    return [frame for case in _cases(folder) for frame in case.get("frames", [case])]
+
+
+def _bytes(frame: dict[str, Any]) -> tuple[bytes, bytes]:
+    return bytes.fromhex(frame["header_hex"]), bytes.fromhex(frame["payload_hex"])
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
@@ -72,14 +93,43 @@ def odd(header: bytes, rng: random.Random) -> bytes:
                 fields.pop(name, None)
             case 1:
                 fields[rng.choice(("type", "payload", "x", "", "\0"))] = rng.choice(_ODD)
-            case 2 if fields.get(name) and isinstance(fields[name], dict):
-                fields[name] = {**fields[name], rng.choice(list(fields[name])): rng.choice(_ODD)}
             case _:
-                fields[name] = rng.choice(_ODD)
+                fields[name] = _altered(fields.get(name), rng)
     packed = msgspec.msgpack.encode(fields)
     if rng.randrange(50) == 0 and packed[0] & 0xF0 == 0x80 and packed[0] != 0x8F:  # one field more, nested deep
         packed = bytes([packed[0] + 1]) + packed[1:] + b"\xa1y" + b"\x91" * _DEEP + b"\x01"
     return packed
+
+
+def _altered(value: Any, rng: random.Random) -> Any:
+    """Something else instead of a value, or of something inside it: an odd one, or one that might be meant."""
+    inside: list[Any] = list(value) if isinstance(value, dict) else list(range(len(value))) if _is_list(value) else []
+    if inside and rng.randrange(8):
+        at = rng.choice(inside)
+        changed = dict(value) if isinstance(value, dict) else list(value)
+        if rng.randrange(12) == 0:
+            del changed[at]
+        else:
+            changed[at] = _altered(changed[at], rng)
+        return changed
+    return rng.randrange(_NUMBERS) if rng.randrange(2) else rng.choice(_ODD)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list)
+
+
+def other_numbers(payload: bytes, rng: random.Random) -> bytes:
+    """As many bytes, some of them others: numbers that are huge, tiny or none."""
+    found = bytearray(payload)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(len(found))
+        if rng.randrange(2):
+            at -= at % 4
+            found[at : at + 4] = struct.pack("<f", rng.choice(_FLOATS))[: len(found) - at]
+        else:
+            found[at] ^= 1 << rng.randrange(8)
+    return bytes(found)
 
 
 def mutated(header: bytes, rng: random.Random) -> bytes:

@@ -11,7 +11,22 @@ from hypothesis import strategies as st
 from cleave.core.cost import WireFormat
 from cleave.wire import messages
 from cleave.wire.frame import PAYLOAD_BYTES
-from cleave.wire.messages import AnyMessage, Gemm, Layout
+from cleave.wire.messages import AnyMessage
+from cleave.wire.programs import (
+    Activation,
+    Attention,
+    Backward,
+    Collect,
+    Forward,
+    Gemm,
+    Head,
+    Hold,
+    Layout,
+    Mlp,
+    Norm,
+    Program,
+    Weight,
+)
 
 KINDS: tuple[type[AnyMessage], ...] = get_args(AnyMessage)
 FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
@@ -20,21 +35,63 @@ LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 integers = st.integers(-(2**63), 2**64 - 1)
 texts = st.text(max_size=30)
 
-gemms = st.builds(
-    Gemm,
-    layout=st.sampled_from(LAYOUTS),
-    terms=st.lists(st.tuples(integers, integers), max_size=4).map(tuple),
-    rows=integers,
-    cols=integers,
+numbers = st.floats(allow_nan=False)
+maybe = st.none() | integers
+pairs = st.lists(st.tuples(integers, integers), max_size=4).map(tuple)
+
+gemms = st.builds(Gemm, layout=st.sampled_from(LAYOUTS), terms=pairs, rows=integers, cols=integers)
+weights = st.builds(
+    Weight,
+    weight=integers,
+    is_transposed=st.booleans(),
+    bias=maybe,
+    adapter=st.none() | st.tuples(integers, integers),
+    scale=numbers,
+)
+norms = st.builds(Norm, kind=st.sampled_from(["rms", "layer"]), eps=numbers, weight=integers, bias=maybe)
+attentions = st.builds(
+    Attention,
+    norm=norms,
+    q=weights,
+    k=weights,
+    v=weights,
+    o=weights,
+    head_dim=integers,
+    scale=numbers,
+    is_rotary=st.booleans(),
+    window=maybe,
+)
+mlps = st.builds(
+    Mlp,
+    norm=norms,
+    up=weights,
+    down=weights,
+    activation=st.sampled_from(get_args(Activation)),
+    gate=st.none() | weights,
+)
+heads = st.builds(Head, weight=weights, norm=st.none() | norms, first=integers)
+_unit = {
+    "parts": st.lists(attentions | mlps, max_size=2).map(tuple),
+    "head": st.none() | heads,
+    **dict.fromkeys(("x", "state", "first_row", "sequence", "rotary_row"), integers),
+    **dict.fromkeys(("mask", "rotary", "targets"), maybe),
+    "is_slice": st.booleans(),
+}
+programs: st.SearchStrategy[Program] = st.one_of(
+    gemms,
+    st.builds(Forward, **_unit, is_silent=st.booleans()),
+    st.builds(Backward, **_unit, dy=integers, accumulators=pairs, wants_dx=st.booleans()),
+    st.builds(Collect, accumulator=integers, rows=integers, cols=integers),
+    st.builds(Hold, operands=st.lists(integers, max_size=5).map(tuple)),
 )
 
 _BY_TYPE: dict[object, st.SearchStrategy[object]] = {
     int: integers,
-    float: st.floats(allow_nan=False),
+    float: numbers,
     str: texts,
     bool: st.booleans(),
     WireFormat: st.sampled_from(FORMATS),
-    Gemm: gemms,
+    Program: programs,
     tuple[int, ...]: st.lists(integers, max_size=5).map(tuple),
 }
 
@@ -50,7 +107,7 @@ def anything(payload: st.SearchStrategy[int] | None = None) -> st.SearchStrategy
 
 
 ONE_OF_EACH: tuple[AnyMessage, ...] = (
-    messages.Hello(version=2, name="phône", token="t", flops_per_s=1e9, memory_bytes=1 << 30, kernel="numpy"),
+    messages.Hello(version=3, name="phône", token="t", flops_per_s=1e9, memory_bytes=1 << 30, kernel="numpy"),
     messages.Probed(down_s=0.25, payload=3),
     messages.Result(
         task=7, first_row=0, rows=1, first_col=2, cols=3, format="bf16", flops=6.0, compute_s=1e-6, down_bytes=9,
@@ -58,7 +115,7 @@ ONE_OF_EACH: tuple[AnyMessage, ...] = (
     ),
     messages.Failed(task=7, reason="no memory"),
     messages.Leaving(reason="stopped by its owner"),
-    messages.Welcome(version=2, name="phône-2"),
+    messages.Welcome(version=3, name="phône-2"),
     messages.Refused(reason="wrong token"),
     messages.Probe(answer=16, payload=64),
     messages.Store(operand=300, rows=2, cols=3, format="int8", first_row=0, strip_rows=2, payload=14),

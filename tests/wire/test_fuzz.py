@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import mutations
+import obedient
 import pytest
 from connection import Connection, through
 from hypothesis import given, settings
@@ -26,6 +27,7 @@ from cleave.wire.messages import AnyMessage
 
 FRAMES = mutations.golden()
 MUTATIONS = 100_000
+MISHAPS = 3000
 randoms = st.randoms(use_true_random=False)
 
 
@@ -168,6 +170,40 @@ async def test_fragments_of_a_message_never_add_up_to_more_than_a_message() -> N
     assert taken << 18 <= MESSAGE_BYTES
     assert not list(connection.received())
     connection.end()
+
+
+# ------------------------------------------------------------------------------------------------ devices
+
+
+def test_golden_conversations_are_obeyed_to_their_end() -> None:
+    for conversation in mutations.conversations():
+        device = obedient.Device()
+        assert device.obey(data for frame in conversation for data in frame if data)
+        runs = sum(isinstance(messages.decode(header), messages.Run) for header, _ in conversation)
+        assert device.results >= runs
+        assert not device.failures
+
+
+@settings(max_examples=400)
+@given(randoms)
+def test_a_device_obeys_or_refuses_a_server_gone_wrong_and_stays_within_its_memory(rng: random.Random) -> None:
+    obedient.Device().obey(obedient.mishap(rng))
+
+
+def test_thousands_of_servers_gone_wrong_crash_no_device_and_leave_nothing() -> None:
+    rng = random.Random(3)
+    went_well = sum(obedient.Device().obey(obedient.mishap(rng)) for _ in range(MISHAPS))
+    assert MISHAPS // 20 < went_well < MISHAPS  # both happen
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(MISHAPS // 10):
+            obedient.Device().obey(obedient.mishap(rng))
+        held, most = tracemalloc.get_traced_memory()
+        assert held - before < 100_000
+        assert most - before < obedient.MEMORY_BYTES + (8 << 20), "what is computed on the way is as small as it"
+    finally:
+        tracemalloc.stop()
 
 
 # ------------------------------------------------------------------------------------------------ a long day

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from cleave.errors import ProtocolError
 from cleave.wire import messages
 from cleave.wire.messages import AnyMessage, FromDevice, FromServer
+from cleave.wire.programs import Program, operands
 
 pack = msgspec.msgpack.encode
 
@@ -71,6 +73,25 @@ def test_a_field_of_another_type_is_refused(message: AnyMessage) -> None:
             assert not survives(pack({**plain, name: wrong}))
 
 
+@settings(max_examples=100)
+@given(samples.programs)
+def test_operands_are_all_a_program_names_but_what_a_device_makes(program: Program) -> None:
+    named = list(numbers_in(msgspec.to_builtins(program)))
+    assert sorted(operands(program)) == sorted(named)
+
+
+SENT = {"weight", "bias", "x", "dy", "mask", "rotary", "targets", "adapter", "terms", "operands"}
+
+
+def numbers_in(plain: dict[str, Any]) -> Iterator[int]:
+    for name, value in plain.items():
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if isinstance(each, dict):
+                yield from numbers_in(each)
+            elif name in SENT and each is not None:
+                yield from each if isinstance(each, list | tuple) else (each,)
+
+
 def test_whole_numbers_do_for_fractions_but_not_the_other_way_round() -> None:
     assert messages.decode(pack({"type": "probed", "down_s": 2})) == messages.Probed(down_s=2.0)
     assert not survives(pack({"type": "probe", "answer": 2.0}))
@@ -98,7 +119,7 @@ def test_whole_numbers_do_for_fractions_but_not_the_other_way_round() -> None:
     ids=lambda header: header[:24].hex(),
 )
 def test_what_is_no_message_is_a_protocol_error(header: bytes) -> None:
-    with pytest.raises(ProtocolError, match="expected a message of protocol version 2, but "):
+    with pytest.raises(ProtocolError, match="expected a message of protocol version 3, but "):
         messages.decode(header)
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -24,14 +24,17 @@ from cleave.device.worker import Contribution, Offer, Worker
 from cleave.transport.memory import MemoryChannel, memory_pair
 from cleave.wire import messages
 from cleave.wire.frame import Assembler
-from cleave.wire.messages import AnyMessage, Bye, FromDevice, FromServer, Hello, Result, Run, Store
+from cleave.wire.messages import AnyMessage, Bye, Drop, FromDevice, FromServer, Hello, Result, Run, Store
 from cleave.wire.numbers import Matrix, NumpyCodec, encoded_bytes
+from cleave.wire.programs import Activation, Attention, Gemm, Head, Mlp, Norm, Part, Program, Weight, operands
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
 SOON_S = 20.0
 MEASURED = ("compute_s", "down_s")
 """Fields that differ from run to run."""
+CLOSE = 1e-5
+"""How far sums in fp32 may be off, as a share of the largest entry of a result, or of 1 where all are smaller."""
 
 Case = dict[str, Any]
 
@@ -42,8 +45,8 @@ def cases(folder: str) -> list[Case]:
     return [json.loads(path.read_text(encoding="utf-8")) for path in sorted((VECTORS / folder).glob("*.json"))]
 
 
-MESSAGES, NUMBERS, TASKS, SESSIONS = map(cases, ("messages", "numbers", "tasks", "session"))
-FRAMES = [*MESSAGES, *(frame for case in [*TASKS, *SESSIONS] for frame in case["frames"])]
+MESSAGES, NUMBERS, TASKS, RESIDENT, SESSIONS = map(cases, ("messages", "numbers", "tasks", "resident", "session"))
+FRAMES = [*MESSAGES, *(frame for case in [*TASKS, *RESIDENT, *SESSIONS] for frame in case["frames"])]
 
 
 def named(case: Case) -> str:
@@ -68,8 +71,12 @@ def fp32(hexadecimal: str, shape: tuple[int, int]) -> Matrix:
 def test_the_vectors_have_one_of_everything() -> None:
     assert {type(message_of(frame)) for frame in MESSAGES} == set(samples.KINDS)
     assert {case["format"] for case in NUMBERS} == set(samples.FORMATS)
-    layouts = {run.program.layout for frame in FRAMES if isinstance(run := message_of(frame), Run)}
-    assert layouts == set(samples.LAYOUTS)
+    programs = [run.program for frame in FRAMES if isinstance(run := message_of(frame), Run)]
+    assert {type(program) for program in programs} == set(get_args(Program))
+    assert {program.layout for program in programs if isinstance(program, Gemm)} == set(samples.LAYOUTS)
+    parts = [part for program in programs for part in getattr(program, "parts", ())]
+    assert {type(part) for part in parts} == set(get_args(Part))
+    assert {part.activation for part in parts if isinstance(part, Mlp)} == set(get_args(Activation))
 
 
 @pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: frame["message"]["type"])
@@ -184,7 +191,7 @@ def worker_for(hello: Hello, end: MemoryChannel) -> Worker:
 @pytest.mark.parametrize("case", TASKS, ids=named)
 async def test_our_device_answers_a_task_with_the_whole_block(case: Case) -> None:
     server, device = memory_pair()
-    hello = Hello(version=2, name="d", flops_per_s=1.0, memory_bytes=1 << 20, kernel="numpy")
+    hello = Hello(version=3, name="d", flops_per_s=1.0, memory_bytes=1 << 20, kernel="numpy")
     seen = Assembled(run_of(case))
     async with asyncio.timeout(SOON_S):
         running = asyncio.ensure_future(worker_for(hello, device).run())
@@ -198,6 +205,54 @@ async def test_our_device_answers_a_task_with_the_whole_block(case: Case) -> Non
         await server.send(Bye(reason="done", rejoin=False))
         assert await running == Bye(reason="done", rejoin=False)
     compare(seen.block, case)
+
+
+@pytest.mark.parametrize("case", RESIDENT, ids=named)
+def test_a_conversation_sends_what_its_programs_name_and_drops_what_they_made(case: Case) -> None:
+    sent: set[int] = set()
+    made: set[int] = set()
+    named: set[int] = set()
+    for frame in case["frames"]:
+        match message_of(frame):
+            case Store(operand=operand):
+                sent.add(operand)
+                assert matrix_of(case["operands"][str(operand)]).tobytes().hex() == frame["payload_hex"]
+            case Run(program=program):
+                named |= set(operands(program))
+                made |= {number for _, number in getattr(program, "accumulators", ())}
+                made |= {program.state for part in getattr(program, "parts", ()) if isinstance(part, Attention)}
+            case Drop(operands=dropped):
+                made -= set(dropped)
+            case Result(task=task):
+                assert matrix_of(case["results"][str(task)]).tobytes().hex() == frame["payload_hex"]
+            case other:
+                pytest.fail(f"{other} has no place here")
+    assert sent == named == {int(number) for number in case["operands"]}
+    assert not made
+
+
+@pytest.mark.parametrize("case", RESIDENT, ids=named)
+async def test_our_device_takes_sequences_there_and_back(case: Case) -> None:
+    server, device = memory_pair()
+    hello = Hello(version=3, name="d", flops_per_s=1.0, memory_bytes=1 << 20, kernel="numpy")
+    async with asyncio.timeout(SOON_S):
+        running = asyncio.ensure_future(worker_for(hello, device).run())
+        for frame in case["frames"]:
+            if frame["from"] == "server":
+                await play(server, frame)
+                continue
+            received, expected = await server.receive(), message_of(frame)
+            assert isinstance(received.message, Result)
+            assert isinstance(expected, Result)
+            assert (received.message.task, rectangle(received.message)) == (expected.task, rectangle(expected))
+            compare_closely(fp32(received.payload.hex(), (expected.rows, expected.cols)), case, expected.task)
+        await server.send(Bye(reason="done", rejoin=False))
+        assert await running == Bye(reason="done", rejoin=False)
+
+
+def compare_closely(found: Matrix, case: Case, task: int) -> None:
+    expected = matrix_of(case["results"][str(task)])
+    np.testing.assert_allclose(found, expected, rtol=0, atol=CLOSE * max(float(np.abs(expected).max()), 1.0))
 
 
 @pytest.mark.parametrize("case", SESSIONS, ids=named)
@@ -250,3 +305,12 @@ def test_the_document_names_every_message_and_every_field() -> None:
         assert heading is not None, kind
         for field in msgspec.structs.fields(kind):
             assert field.name == "payload" or f"`{field.name}`" in heading[0], (kind, field.name)
+
+
+@pytest.mark.parametrize("kind", [*get_args(Program), Attention, Mlp, Head, Weight, Norm], ids=str)
+def test_the_document_names_every_field_of_programs_and_parts(kind: type[msgspec.Struct]) -> None:
+    text = DOCUMENT.read_text(encoding="utf-8")
+    heading = re.search(rf"^#+ [^\n]*`{kind.__name__.lower()}`.*?(?=^#)", text, re.MULTILINE | re.DOTALL)
+    assert heading is not None
+    for field in msgspec.structs.fields(kind):
+        assert f"`{field.name}`" in heading[0], field.name

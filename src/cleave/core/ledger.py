@@ -8,9 +8,9 @@ for other tasks of their gemm: there is no barrier.
 
 Departure: what is left of a device's tasks, and no other device has, is handed back as orphans to be planned anew.
 Lag: from what a device is known to do follows when a task should be there. A device that is late gets nothing new, what
-waits in its line goes elsewhere, and what it runs is hedged: given to others too, the slower of whom is cancelled. One
-that lets a deadline pass is parted with. A cancelled task keeps its place until the cancellation is sent, as its
-operands may still be on their way.
+waits in its line goes elsewhere, and what it runs is hedged: given to others too, the slower of whom is cancelled;
+tasks bound to a device stay there. One that lets a deadline pass is parted with. A cancelled task keeps its place
+until the cancellation is sent, as its operands may still be on their way.
 
 `check` states the invariants; tests call it after every event.
 """
@@ -115,6 +115,9 @@ class Ledger:
     @property
     def is_busy(self) -> bool:
         return bool(self._regions)
+
+    def __contains__(self, device: DeviceId) -> bool:
+        return device in self._devices
 
     def holds(self, device: DeviceId, operand: OperandId) -> bool:
         return device in self._devices and operand in self._devices[device].shelf
@@ -294,10 +297,14 @@ class Ledger:
             commands.append(Late(name))
         if all(other.is_late for other in self._devices.values()):
             return commands
-        line, device.waiting = device.line(), []
+        line = [task for task in device.line() if not task.is_bound]
+        device.waiting = [entry for entry in device.waiting if entry[2].is_bound]
+        heapq.heapify(device.waiting)
         for task in line:
             commands += self._lose(task)
         for entry in entries:
+            if entry.task.is_bound:
+                continue
             if entry.hedged_at is None or now > entry.hedged_at + LATE_S + entry.expected_s:
                 entry.hedged_at = now
                 task, region = entry.task, _region(entry.task)
@@ -408,7 +415,8 @@ class Ledger:
             if dropped:
                 commands.append(Forget(task.device, dropped))
             heapq.heappop(device.waiting)
-            expected_s = device.pace.seconds(sum(o.wire_bytes for o in missing), task.flops, task.up_bytes)
+            down_bytes = sum(operand.wire_bytes for operand in missing)
+            expected_s = device.pace.seconds(down_bytes, task.flops * task.effort, task.up_bytes)
             for other in device.running.values():
                 if other.task.priority > task.priority:  # it has to wait for this one
                     other.late_at, other.deadline = other.late_at + expected_s, other.deadline + expected_s

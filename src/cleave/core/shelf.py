@@ -1,7 +1,8 @@
 """The operands one device holds, or will once what is on its way has arrived, and the room they leave.
 
 Which of the two makes no difference over one ordered channel. What tasks run on is pinned; the rest makes room, the
-least recently used first. What nobody will ask for again goes as soon as no task runs on it.
+least recently used first, but for what the device made itself, which stays until it is released. What nobody will ask
+for again goes as soon as no task runs on it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ class Shelf:
         """operand -> bytes, least recently used first"""
         self._pins: Counter[OperandId] = Counter()
         self._released: set[OperandId] = set()
+        self._made: set[OperandId] = set()
         self._absent: set[OperandId] = set()
         """Did not go out whole with a cancelled task, and keep their room while other cancelled tasks pin them."""
 
@@ -30,7 +32,8 @@ class Shelf:
         return sum(operand.bytes for operand in task.operands) + task.result_bytes <= self.memory_bytes
 
     def missing(self, task: Task) -> tuple[Operand, ...]:
-        return tuple(operand for operand in task.operands if operand.id not in self)
+        """What is to be sent for it."""
+        return tuple(operand for operand in task.operands if operand.id not in self and not operand.is_made)
 
     def place(self, task: Task) -> tuple[OperandId, ...] | None:
         """Make room and pin what a task needs; what was dropped for it, or None, and nothing changed, without room."""
@@ -44,6 +47,8 @@ class Shelf:
             self._held.move_to_end(operand.id)
             self._pins[operand.id] += 1
             self._absent.discard(operand.id)
+            if operand.is_made:
+                self._made.add(operand.id)
         return dropped
 
     def unplace(self, task: Task) -> tuple[OperandId, ...]:
@@ -81,6 +86,7 @@ class Shelf:
         assert pins.keys() <= self._held.keys()
         assert self._released <= pins.keys()
         assert self._absent <= pins.keys()
+        assert self._made <= self._held.keys()
 
     def _make_room(self, need: int, keep: set[OperandId]) -> tuple[OperandId, ...] | None:
         short = self.used_bytes + need - self.memory_bytes
@@ -88,7 +94,7 @@ class Shelf:
         for operand, size in self._held.items():
             if short <= 0:
                 break
-            if operand not in self._pins and operand not in keep:
+            if operand not in self._pins and operand not in keep and operand not in self._made:
                 victims.append(operand)
                 short -= size
         if short > 0:
@@ -101,3 +107,4 @@ class Shelf:
             self.used_bytes -= self._held.pop(operand)
             self._released.discard(operand)
             self._absent.discard(operand)
+            self._made.discard(operand)

@@ -24,6 +24,8 @@ class Operand:
     """What it takes on a device."""
     wire_bytes: int = 0
     """What it takes to send."""
+    is_made: bool = False
+    """By the device itself, for tasks that come: never sent, and kept until it is released."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,12 +39,16 @@ class Task:
     result_bytes: int
     """What its result takes on the device until it is sent."""
     flops: float = 0.0
+    effort: float = 1.0
+    """How much longer its operations take than those of a large product."""
     up_bytes: int = 0
     region: TaskId | None = None
     """The region it is a hedge for; None: it begins one of its own."""
     top: int = 0
     left: int = 0
     """Where it lies in that region."""
+    is_bound: bool = False
+    """No other device could do it, as it goes on from what this one has made: it is neither moved nor hedged."""
     work: object = field(default=None, compare=False, repr=False)
     """The driver's own, handed back untouched."""
 

@@ -1,6 +1,6 @@
 """The device's loop: receive, compute and send as three stages that never wait for each other.
 
-The receiver takes strips and tasks, one thread multiplies whatever is ready (the most urgent task first), the sender
+The receiver takes strips and tasks, one thread computes whatever is ready (the most urgent task first), the sender
 returns results. All state is the event loop's; the compute thread sees only the arrays of one chunk. The worker knows
 a Channel, not what it runs over: in-process, emulated and real devices are this same code.
 """
@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.device.programs.gemm import Chunk, GemmTask
+from cleave.device.programs.gemm import Chunk
 from cleave.device.programs.kernels import Kernel
+from cleave.device.programs.resident import Task, make_task
 from cleave.device.store import Store
 from cleave.errors import CleaveError, ConnectionLost, ProtocolError
 from cleave.transport.base import Channel
@@ -58,8 +59,10 @@ class Offer:
 @dataclass(slots=True)
 class _Running:
     message: messages.Run
-    task: GemmTask
+    task: Task
     order: int
+    room_bytes: int = 0
+    """Counted in the store, as far as is known."""
 
 
 class Refusal(CleaveError):
@@ -158,9 +161,9 @@ class Worker:
                 self._work.set()
             case messages.Run():
                 self._order += 1
-                task = GemmTask(message.program, self._store, self._kernel)
-                self._store.expect_result(_result_bytes(message))
+                task = make_task(message.program, self._store, self._kernel)
                 self._tasks[message.task] = _Running(message, task, self._order)
+                self._expect(self._tasks[message.task], task.room_bytes)
                 self._work.set()
             case messages.Drop(operands=operands):
                 self._store.drop(operands)
@@ -218,6 +221,7 @@ class Worker:
                 continue
             chunk = running.task.next_chunk()
             if chunk is not None:
+                self._expect(running, running.task.room_bytes)
                 return running, chunk
         return None, None
 
@@ -255,11 +259,11 @@ class Worker:
     def _end(self, task: int) -> None:
         ended = self._tasks.pop(task, None)
         if ended is not None:
-            self._store.expect_result(-_result_bytes(ended.message))
+            self._expect(ended, 0)
 
-
-def _result_bytes(message: messages.Run) -> int:
-    return 4 * message.program.rows * message.program.cols
+    def _expect(self, running: _Running, room_bytes: int) -> None:
+        self._store.expect_result(room_bytes - running.room_bytes)
+        running.room_bytes = room_bytes
 
 
 def _timed(chunk: Chunk, kernel: Kernel, message: messages.Run) -> tuple[NDArray[np.uint8] | None, float]:

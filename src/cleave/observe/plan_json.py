@@ -1,11 +1,14 @@
-"""Plans as JSON: the stable format of `cleave plan --json` (DESIGN.md, docs/plan-json.md)."""
+"""Plans as JSON: the stable format of `cleave plan --json` (docs/planner.md)."""
 
 from __future__ import annotations
 
 from typing import TypedDict
 
 from cleave.core.planner.gemm import GemmPlan
-from cleave.core.planner.step import PlannedGemm, StepPlan
+from cleave.core.planner.plane import Rectangle, rectangles
+from cleave.core.planner.resident import ResidentPlan
+from cleave.core.planner.step import PlannedGemm, StepChoice, StepPlan
+from cleave.core.units import sublayers_of
 
 
 class GemmJson(TypedDict):
@@ -61,9 +64,115 @@ class StepPlanJson(TypedDict):
     segments: list[SegmentJson]
 
 
-def as_json(plan: GemmPlan | StepPlan) -> GemmPlanJson | StepPlanJson:
+class UnitJson(TypedDict):
+    device: str
+    slice: int
+    tokens: list[int]
+
+
+class StageJson(TypedDict):
+    segment: str
+    first: int
+    count: int
+    slices: int
+    params: int
+    units: list[UnitJson]
+
+
+class RivalJson(TypedDict):
+    name: str
+    fits: bool
+    step_s: float | None
+    arrangement: str
+
+
+class ChoiceJson(TypedDict):
+    model: str
+    tokens: int
+    sequence: int
+    wire: str
+    step_s: float
+    bound_s: float
+    grain: str
+    arrangement: str
+    segments: list[StageJson] | list[SegmentJson]
+    rivals: list[RivalJson]
+
+
+class ColumnsJson(ChoiceJson):
+    activation_s: float
+    synchronisation_s: float
+    fill_s: float
+    limit: str
+    rounds: int
+    chunk: int
+    down_bytes: float
+    up_bytes: float
+    left_out: list[LeftOutJson]
+
+
+def as_json(plan: GemmPlan | StepPlan | StepChoice) -> GemmPlanJson | StepPlanJson | ChoiceJson:
     if isinstance(plan, GemmPlan):
         return _gemm_plan(plan)
+    if isinstance(plan, StepPlan):
+        return _step(plan)
+    return _choice(plan)
+
+
+def _choice(choice: StepChoice) -> ChoiceJson:
+    plan = choice.plan
+    chosen: ChoiceJson = {
+        "model": choice.shape.name,
+        "tokens": choice.tokens,
+        "sequence": choice.sequence,
+        "wire": choice.wire,
+        "step_s": choice.step_s,
+        "bound_s": choice.bound_s,
+        "grain": choice.grain,
+        "arrangement": choice.arrangement,
+        "segments": _step(plan)["segments"] if isinstance(plan, StepPlan) else _stages(plan) if plan else [],
+        "rivals": [
+            {"name": r.name, "fits": r.fits, "step_s": r.step_s if r.fits else None, "arrangement": r.arrangement}
+            for r in choice.rivals
+        ],
+    }
+    if not isinstance(plan, ResidentPlan):
+        return chosen
+    columns: ColumnsJson = {
+        **chosen,
+        "activation_s": plan.activation_s,
+        "synchronisation_s": plan.synchronisation_s,
+        "fill_s": plan.fill_s,
+        "limit": plan.limit,
+        "rounds": len(plan.rounds),
+        "chunk": max(part.recipe.chunk for part in plan.rounds),
+        "down_bytes": plan.down_bytes,
+        "up_bytes": plan.up_bytes,
+        "left_out": [{"device": device, "reason": reason} for device, reason in plan.left_out.items()],
+    }
+    return columns
+
+
+def _stages(plan: ResidentPlan) -> list[StageJson]:
+    sublayers = sublayers_of(plan.shape)
+    units: list[list[Rectangle]] = [[] for _ in plan.stages]
+    for rectangle in rectangles(plan):
+        units[rectangle.stage].append(rectangle)
+    return [
+        {
+            "segment": "+".join(dict.fromkeys(sublayer.kind for sublayer in held)),
+            "first": stage.first,
+            "count": stage.count,
+            "slices": len(stage.slices),
+            "params": sum(sublayer.params for sublayer in held),
+            "units": [{"device": plan.names[u.device], "slice": u.part, "tokens": list(u.tokens)} for u in of_stage],
+        }
+        for stage, of_stage in zip(plan.stages, units, strict=True)
+        for held in [sublayers[stage.first : stage.first + stage.count]]
+    ]
+
+
+def _step(plan: StepPlan) -> StepPlanJson:
     return {
         "model": plan.shape.name,
         "tokens": plan.tokens,

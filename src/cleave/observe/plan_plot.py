@@ -19,8 +19,9 @@ from matplotlib.patches import Patch
 from cleave.core.cost import Server, unit_costs
 from cleave.core.fleet import Profiles
 from cleave.core.planner.gemm import GemmPlan
-from cleave.core.planner.step import ROLES, PlannedGemm, StepPlan
+from cleave.core.planner.step import ROLES, PlannedGemm, StepChoice, StepPlan
 from cleave.errors import InputError
+from cleave.observe.plan_plane import draw_choice
 from cleave.observe.units import seconds
 
 _CLASS_COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#9d755d")
@@ -30,15 +31,19 @@ _ROLE_COLOURS = dict(zip(ROLES, ("#4c78a8", "#f58518", "#54a24b"), strict=True))
 _TIMELINES = 40
 
 
-def draw(plan: GemmPlan | StepPlan, profiles: Profiles, server: Server, path: Path) -> None:
+def draw(plan: GemmPlan | StepPlan | StepChoice, profiles: Profiles, server: Server, path: Path) -> None:
     figure = Figure(figsize=(15, 9.5), layout="constrained")
     FigureCanvasAgg(figure)
     if isinstance(plan, GemmPlan):
         _draw_tiling(figure.add_subplot(1, 2, 1), plan, profiles, "")
         _draw_timeline(figure.add_subplot(1, 2, 2), plan, profiles, server)
         figure.suptitle(_title(plan))
-    else:
+    elif isinstance(plan, StepPlan):
         _draw_step(figure, plan, profiles, server)
+    elif isinstance(plan.plan, StepPlan):
+        _draw_step(figure, plan.plan, profiles, server)
+    else:
+        draw_choice(figure, plan, profiles, device_colours(profiles))
     try:
         figure.savefig(path, dpi=110)
     except OSError as fault:
@@ -69,7 +74,7 @@ def _draw_tiling(axes: Axes, plan: GemmPlan, profiles: Profiles, prefix: str) ->
     top, bottom = tiling.rows[shown].T
     left, right = tiling.cols[shown].T
     corners = np.stack([left, top, right, top, right, bottom, left, bottom], axis=1).reshape(-1, 4, 2)
-    colours = _device_colours(profiles)
+    colours = device_colours(profiles)
     names = [*profiles.device_class, "server"]
     kinds: list[str] = [names[device] for device in tiling.device[shown]]
     faces = [colours[kind] for kind in kinds]
@@ -129,7 +134,7 @@ def _draw_shares(axes: Axes, segments: tuple[PlannedGemm, ...]) -> None:
     axes.legend(fontsize=8)
 
 
-def _device_colours(profiles: Profiles) -> dict[str, str]:
+def device_colours(profiles: Profiles) -> dict[str, str]:
     kinds = list(dict.fromkeys(profiles.device_class))
     colours = {kind: _CLASS_COLOURS[number % len(_CLASS_COLOURS)] for number, kind in enumerate(kinds)}
     return {**colours, "server": _SERVER_COLOUR}

@@ -3,51 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 
 import numpy as np
 from rich.console import Console
-from rich.table import Table
 
 from cleave.core.cost import Server
 from cleave.core.fleet import Floats, Profiles
 from cleave.core.graph import step_flops
 from cleave.core.planner.gemm import GemmPlan
-from cleave.core.planner.step import ROLES, StepPlan
+from cleave.core.planner.step import ROLES, StepChoice, StepPlan
+from cleave.observe.plan_choice import show_choice
+from cleave.observe.plan_words import CloudGpu, devices_text, print_gpu, server_text, table
 from cleave.observe.units import seconds, si
 
-_MFU = 0.45
-_GPU = "A100 SXM4"
-_GPU_MEMORY_BYTES = 80e9
-_TRAINING_BYTES_PER_PARAM = 16  # weights and gradients in 16 bits, master weights and two Adam moments in 32
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CloudGpu:
-    name: str
-    peak_flops_per_s: float
-    utilisation: float
-
-    @property
-    def flops_per_s(self) -> float:
-        return self.peak_flops_per_s * self.utilisation
-
-
-def cloud_gpu(cloud: Sequence[Mapping[str, str]]) -> CloudGpu:
-    row = next(row for row in cloud if row["gpu"] == _GPU)
-    return CloudGpu(name=_GPU, peak_flops_per_s=float(row["fp16_dense_peak_tflops"]) * 1e12, utilisation=_MFU)
-
-
-def say(line: str) -> None:
-    Console(highlight=False).print(line)
-
-
-def show(plan: GemmPlan | StepPlan, profiles: Profiles, server: Server, gpu: CloudGpu) -> None:
-    if isinstance(plan, GemmPlan):
-        _show_gemm(plan, profiles, server, gpu)
-    else:
-        _show_step(plan, profiles, server, gpu)
+def show(plan: GemmPlan | StepPlan | StepChoice, profiles: Profiles, server: Server, gpu: CloudGpu) -> None:
+    match plan:
+        case GemmPlan():
+            _show_gemm(plan, profiles, server, gpu)
+        case StepPlan():
+            _show_step(plan, profiles, server, gpu)
+        case StepChoice():
+            show_choice(plan, profiles, server, gpu)
+            if isinstance(plan.plan, StepPlan):
+                _show_step(plan.plan, profiles, server, gpu)
 
 
 def _show_step(plan: StepPlan, profiles: Profiles, server: Server, gpu: CloudGpu) -> None:
@@ -55,12 +35,12 @@ def _show_step(plan: StepPlan, profiles: Profiles, server: Server, gpu: CloudGpu
     shape = plan.shape
     console.print(
         f"[bold]{shape.name}[/] ({si(shape.params, 'parameters')}), {plan.tokens:,} tokens a step in sequences of "
-        f"{plan.sequence:,}, wire {plan.wire}, {_devices(len(profiles))}, {_server(server)}"
+        f"{plan.sequence:,}, wire {plan.wire}, {devices_text(len(profiles))}, {server_text(server)}"
     )
-    table = _table("segment", "role", "m x n x k", "cut", "used", "runs", "step", "/bound", "limit")
+    rows = table("segment", "role", "m x n x k", "cut", "used", "runs", "step", "/bound", "limit")
     for segment in plan.segments:
         what, found = segment.what, segment.plan
-        table.add_row(
+        rows.add_row(
             what.segment,
             what.role,
             f"{what.gemm.m}x{what.gemm.n}x{what.gemm.k}",
@@ -71,7 +51,7 @@ def _show_step(plan: StepPlan, profiles: Profiles, server: Server, gpu: CloudGpu
             f"{found.ratio:.3f}",
             found.limit,
         )
-    console.print(table)
+    console.print(rows)
     roles = ", ".join(f"{role} {seconds(plan.role_s(role))}" for role in ROLES)
     console.print(f"[bold]step {seconds(plan.step_s)}[/]: {roles}; {plan.step_s / plan.bound_s:.3f} of the lower bound")
     if plan.attention_s:
@@ -87,34 +67,35 @@ def _show_step(plan: StepPlan, profiles: Profiles, server: Server, gpu: CloudGpu
         np.add.at(up, segment.plan.tiling.device, segment.plan.up_bytes * segment.what.count)
     _print_bytes(console, down[:-1], up[:-1], plan.step_s)
     _print_left_out(console, [segment.plan for segment in plan.segments], len(profiles))
-    _print_gpu(console, step_flops(shape, plan.tokens, plan.sequence), plan.step_s, gpu, shape.params)
+    print_gpu(console, step_flops(shape, plan.tokens, plan.sequence), plan.step_s, gpu, shape.params)
 
 
 def _show_gemm(plan: GemmPlan, profiles: Profiles, server: Server, gpu: CloudGpu) -> None:
     console = Console(highlight=False)
     gemm = plan.gemm
     console.print(
-        f"[bold]gemm {gemm.m} x {gemm.n} x {gemm.k}[/], wire {plan.wire}, {_devices(len(profiles))}, {_server(server)}"
+        f"[bold]gemm {gemm.m} x {gemm.n} x {gemm.k}[/], wire {plan.wire}, {devices_text(len(profiles))}, "
+        f"{server_text(server)}"
     )
-    parts = f"{len(plan.tiling):,} blocks on {_devices(_used(plan))}" + (
+    parts = f"{len(plan.tiling):,} blocks on {devices_text(_used(plan))}" + (
         f" in {plan.rounds} rounds, as memory cannot hold the output at once" if plan.rounds > 1 else ""
     )
     console.print(
         f"[bold]{seconds(plan.makespan_s)}[/] with a {plan.split} cut: {plan.ratio:.3f} of the lower bound; {parts}; "
         f"limited by {plan.limit}"
     )
-    table = _table("device", "rows", "columns", "inner", "down", "up", "finish")
+    rows = table("device", "rows", "columns", "inner", "down", "up", "finish")
     tiling = plan.tiling
     slowest = np.argsort(-plan.finish_s, kind="stable")[:_SHOWN]
     for block in slowest.tolist():
-        table.add_row(
+        rows.add_row(
             plan.names[int(tiling.device[block])],
             *(_range(r[block].tolist()) for r in (tiling.rows, tiling.cols, tiling.inner)),
             si(float(plan.down_bytes[block]), "B"),
             si(float(plan.up_bytes[block]), "B"),
             seconds(float(plan.finish_s[block])),
         )
-    console.print(table)
+    console.print(rows)
     if len(tiling) > _SHOWN:
         console.print(f"... the {_SHOWN} latest of {len(tiling):,} blocks (--json lists all)")
     down, up = np.zeros(len(profiles) + 1), np.zeros(len(profiles) + 1)
@@ -122,7 +103,7 @@ def _show_gemm(plan: GemmPlan, profiles: Profiles, server: Server, gpu: CloudGpu
     np.add.at(up, tiling.device, plan.up_bytes)
     _print_bytes(console, down[:-1], up[:-1], plan.makespan_s)
     _print_left_out(console, [plan], len(profiles))
-    _print_gpu(console, gemm.flops, plan.makespan_s, gpu, None)
+    print_gpu(console, gemm.flops, plan.makespan_s, gpu, None)
 
 
 _SHOWN = 12
@@ -150,9 +131,9 @@ def _print_left_out(console: Console, plans: Iterable[GemmPlan], devices: int) -
         console.print("every device takes part")
         return
     console.print(
-        f"left out of everything: {len(always):,} of {_devices(devices)}; of some gemms: {len(sometimes):,}"
+        f"left out of everything: {len(always):,} of {devices_text(devices)}; of some gemms: {len(sometimes):,}"
         if len(plans) > 1
-        else f"left out: {len(always):,} of {_devices(devices)}"
+        else f"left out: {len(always):,} of {devices_text(devices)}"
     )
     kinds: Counter[str] = Counter()
     examples: dict[str, str] = {}
@@ -169,45 +150,9 @@ def _common(sets: list[set[str]]) -> set[str]:
     return {name for name in sets[0] if all(name in others for others in sets)}
 
 
-def _print_gpu(console: Console, flops: int, taken_s: float, gpu: CloudGpu, params: int | None) -> None:
-    gpu_s = flops / gpu.flops_per_s
-    line = (
-        f"one {gpu.name} beside it: {seconds(gpu_s)} ({taken_s / gpu_s:.3g} x as long here), taking "
-        f"{si(flops, 'FLOP')} at {gpu.utilisation:.0%} of {si(gpu.peak_flops_per_s, 'FLOP/s')}"
-    )
-    if params is not None and params * _TRAINING_BYTES_PER_PARAM > _GPU_MEMORY_BYTES:
-        cards = -(-params * _TRAINING_BYTES_PER_PARAM // int(_GPU_MEMORY_BYTES))
-        line += (
-            f"; its 80 GB do not hold the {si(params * _TRAINING_BYTES_PER_PARAM, 'B')} of training state "
-            f"({_TRAINING_BYTES_PER_PARAM} B a parameter: {cards} cards would)"
-        )
-    console.print(line)
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
-    for heading in headings:
-        left = heading in {"segment", "role", "device", "limit", "cut"}
-        table.add_column(heading, justify="left" if left else "right", no_wrap=True)
-    return table
-
-
 def _used(plan: GemmPlan) -> int:
     return len(np.unique(plan.tiling.device))
 
 
-def _devices(count: int) -> str:
-    return f"{count:,} device{'' if count == 1 else 's'}"
-
-
 def _range(ends: list[int]) -> str:
     return f"{ends[0]}-{ends[1]}"
-
-
-def _server(server: Server) -> str:
-    links = [
-        f"{way} {'unlimited' if np.isinf(rate) else si(8 * rate, 'bit/s')}"
-        for way, rate in (("down", server.down_bytes_per_s), ("up", server.up_bytes_per_s))
-    ]
-    share = si(server.flops_per_s, "FLOP/s") if server.flops_per_s else "none"
-    return f"server: {', '.join(links)}, own compute {share}"

@@ -8,37 +8,50 @@ or for this server itself to compute, if it may.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import math
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from cleave import events
+from cleave.core.audit import Policy
 from cleave.core.cost import WireFormat
 from cleave.core.fleet import Profiles
 from cleave.core.graph import Role
 from cleave.core.ledger import Ledger
+from cleave.core.planner.column_plan import ColumnPlan
 from cleave.core.planner.linear import Linear, LinearPlan, plan_linear
+from cleave.core.planner.live_columns import plan_columns
 from cleave.core.tasks import DeviceId, OperandId, OperandsReleased
 from cleave.errors import FleetGoneError, InfeasibleError
+from cleave.server.audits import Audits, Replay
 from cleave.server.dispatcher import Dispatcher
+from cleave.server.grain import Arrange, Grains
 from cleave.server.inspection import Inspector
 from cleave.server.jobs import Job, Jobs
 from cleave.server.keys import Keys
+from cleave.server.passes import Passes, PassRun
 from cleave.server.products import Product
 from cleave.server.roster import STAND_IN, Member, Roster
 from cleave.server.staging import Staging, Tensor
 from cleave.transport.base import Channel
 from cleave.transport.memory import memory_pair
 from cleave.wire.numbers import Codec, Matrix, NumpyCodec
+from cleave.wire.stack import Batch, Stack
 
 _REFRESH_S = 2.0
 _IDLE_S = 30.0
 """Without work for so long while others had some, a device is told why."""
+
+_Result = TypeVar("_Result")
 
 StandIn = Callable[[Channel], Coroutine[None, None, None]]
 """A device in the server's own process, at its end of a channel."""
@@ -56,6 +69,8 @@ class Totals:
     waiting_s: float
     checking_s: float
     products: int
+    audited_units: int
+    wrong_audits: int
 
 
 class Cluster:
@@ -69,18 +84,57 @@ class Cluster:
         listener: events.Listener = lambda event: None,
         gone_s: float = 60.0,
         stand_in: StandIn | None = None,
+        medium_bytes_per_s: float = math.inf,
+        arrange: Arrange = plan_columns,
+        trust: Policy = "sample",
+        replay: Replay | None = None,
+        audit_rng: np.random.Generator | None = None,
     ) -> None:
+        """`replay` makes audits possible, as `trust` says."""
         self.wire: WireFormat = wire
         self._loop, self._listener, self._gone_s, self._stand_in = loop, _harmless(listener), gone_s, stand_in
         codec = codec or NumpyCodec()
         self._roster, self._ledger, self._inspector = Roster(), Ledger(), Inspector(codec)
         self._staging = Staging(codec, self._release)
+        self.medium_bytes_per_s = medium_bytes_per_s
+        """Shared by everything down and up, as on one Wi-Fi."""
+        ids = itertools.count(1)
         self._jobs = Jobs(
             loop,
+            ids=ids,
             ledger=self._ledger,
             staging=self._staging,
             inspector=self._inspector,
             fleet=lambda: self._fleet[1],
+            alone=self._wait_or_compute,
+            listener=self._listener,
+        )
+        self.grains = Grains(
+            wire,
+            fleet=lambda: self._fleet,
+            medium_bytes_per_s=medium_bytes_per_s,
+            arrange=arrange,
+            say=lambda text: self._listener(events.Note(text=text)),
+        )
+        self._audits = Audits(
+            loop,
+            policy=trust,
+            replay=replay,
+            staging=self._staging,
+            roster=self._roster,
+            listener=self._listener,
+            rng=audit_rng,
+        )
+        self._audits.part = lambda device, reason: self._dispatcher.part(device, reason, rejoin=False)
+        self._passes = Passes(
+            loop,
+            ids=ids,
+            ledger=self._ledger,
+            staging=self._staging,
+            codec=codec,
+            fleet=lambda: self._fleet[1],
+            planner=self._plan_pass,
+            audits=self._audits,
             alone=self._wait_or_compute,
             listener=self._listener,
         )
@@ -90,11 +144,11 @@ class Cluster:
             roster=self._roster,
             staging=self._staging,
             keys=keys or Keys(),
-            work=self._jobs,
             fleet_changed=self._fleet_changed,
+            left=self._passes.left,
             listener=self._listener,
         )
-        self._jobs.handle = self._dispatcher.handle
+        self._jobs.handle = self._passes.handle = self._dispatcher.handle
         self._standing_in: set[asyncio.Task[None]] = set()
         self._giving_up: asyncio.TimerHandle | None = None
         self._plans: dict[Linear, LinearPlan] = {}
@@ -162,8 +216,19 @@ class Cluster:
         self._loop.call_soon_threadsafe(self._jobs.start, job)
         return job.done
 
-    def wait(self, future: Future[list[Matrix]]) -> list[Matrix]:
-        """A product's outputs; the time until they are there counts as waiting."""
+    def may_run(
+        self, stack: Stack, sequences: int, sequence: int, is_trained: bool, *, must: bool = False
+    ) -> str | None:
+        """None: layers shall be resident for such a batch; else why not. With `must` only if they cannot be."""
+        return self.grains.why_not(stack, sequences, sequence, must=must)
+
+    def run(self, stack: Stack, batch: Batch) -> PassRun:
+        """Start a batch on its way through a stack of resident layers."""
+        self._products += 1
+        return self._passes.start(stack, batch, self.wire)
+
+    def wait(self, future: Future[_Result]) -> _Result:
+        """What was asked for; the time until it is there counts as waiting."""
         started = time.perf_counter()
         try:
             return future.result()
@@ -192,7 +257,9 @@ class Cluster:
 
     def totals(self) -> Totals:
         down, up = self._dispatcher.traffic()
-        return Totals(self.devices, down, up, self._waiting_s, self._inspector.busy_s, self._products)
+        checking_s = self._inspector.busy_s + self._audits.busy_s
+        audits = self._audits.units, self._audits.wrong
+        return Totals(self.devices, down, up, self._waiting_s, checking_s, self._products, *audits)
 
     # -------------------------------------------------------------------------------------------- event loop
 
@@ -204,7 +271,8 @@ class Cluster:
         for timer in (self._refresher, self._giving_up):
             if timer is not None:
                 timer.cancel()
-        self._jobs.fail(FleetGoneError(f"the server closed: {reason}"), for_good=True)
+        for work in (self._jobs, self._passes):
+            work.fail(FleetGoneError(f"the server closed: {reason}"), for_good=True)
         await self._dispatcher.close(reason, rejoin=rejoin)
 
     # -------------------------------------------------------------------------------------------- fleet
@@ -221,7 +289,23 @@ class Cluster:
             if self.devices and STAND_IN in self._roster.members:
                 self._dispatcher.part(STAND_IN, "a device is there again", rejoin=False)
             self._jobs.unpark()
+            self._passes.unpark()
+            self._passes.lag({DeviceId(name) for name, member in self._roster.members.items() if member.is_late})
             self._refresh_later()
+
+    def _plan_pass(
+        self, stack: Stack, batch: Batch, barred: Collection[DeviceId]
+    ) -> tuple[ColumnPlan, tuple[str, ...]]:
+        """Without those who were found wrong, if the others can do it."""
+        number, profiles = self._fleet
+        sizes = batch.sequences, batch.sequence
+        if barred and profiles is not None:
+            others = np.flatnonzero([name not in barred for name in profiles.names])
+            if len(others):
+                with suppress(InfeasibleError):
+                    fleet = hash((number, frozenset(barred))), profiles.take(others)
+                    return self.grains.plan(stack, *sizes, fleet)
+        return self.grains.plan(stack, *sizes)
 
     def _wait_or_compute(self, reason: str) -> None:
         """Work is there and nobody who can do it."""
@@ -241,13 +325,15 @@ class Cluster:
     def _stood_in(self, stay: asyncio.Task[None]) -> None:
         """The server no longer stands in; someone else may have come and gone meanwhile."""
         self._standing_in.discard(stay)
-        if not self._standing_in and self._jobs.is_parked and not self._roster.members:
+        is_parked = self._jobs.is_parked or self._passes.is_parked
+        if not self._standing_in and is_parked and not self._roster.members:
             self._wait_or_compute("no device is there")
 
     def _give_up(self, reason: str) -> None:
         self._giving_up = None
         waited = f"{reason}, for {self._gone_s:.0f} s, so the work stopped; start devices with cleave join and resume"
-        self._jobs.fail(FleetGoneError(waited), for_good=False)
+        for work in (self._jobs, self._passes):
+            work.fail(FleetGoneError(waited), for_good=False)
 
     def _refresh_later(self) -> None:
         if self._refresher is None:

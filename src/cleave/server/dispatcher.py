@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Protocol
+from typing import Protocol, cast
 
 from cleave import events
 from cleave.core.ledger import TICK_S, Ledger
@@ -70,6 +70,13 @@ _AT_ONCE = -1  # before every task
 log = logging.getLogger(__name__)
 
 
+class Assignment(Protocol):
+    """What a task's `work` is."""
+
+    @property
+    def owner(self) -> Work: ...
+
+
 class Work(Protocol):
     """What the dispatcher asks of whoever gave it tasks to hand out."""
 
@@ -107,13 +114,13 @@ class Dispatcher:
         roster: Roster,
         staging: Staging,
         keys: Keys,
-        work: Work,
         fleet_changed: Callable[[], None],
+        left: Callable[[DeviceId], None],
         listener: events.Listener,
     ) -> None:
         self._ledger, self._roster, self._staging, self._keys = ledger, roster, staging, keys
-        self._loop, self._work, self._listener = loop, work, listener
-        self._fleet_changed = fleet_changed
+        self._loop, self._listener = loop, listener
+        self._fleet_changed, self._left = fleet_changed, left
         self._lines: dict[DeviceId, Line] = {}
         self._channels: dict[DeviceId, Channel] = {}
         self._parting: dict[DeviceId, asyncio.Future[str]] = {}
@@ -130,10 +137,10 @@ class Dispatcher:
         hedges: list[Hedge] = []
         for command in self._ledger.handle(event, self._loop.time()):
             self._act(command, orphans, hedges)
-        if orphans:
-            self._work.redo(orphans, device)
+        for owner in {id(_owner(orphan.task)): _owner(orphan.task) for orphan in orphans}.values():
+            owner.redo([orphan for orphan in orphans if _owner(orphan.task) is owner], device)
         if hedges:
-            self._work.hedge(hedges)
+            _owner(hedges[0].task).hedge(hedges)
         if self._ticking is None and self._ledger.is_busy:
             self._ticking = self._loop.call_later(TICK_S, self._tick)
 
@@ -155,7 +162,7 @@ class Dispatcher:
                 self._lines[device].put_first(messages.Drop(operands=operands))
             case Accept():
                 assert self._values is not None
-                self._work.accept(command, self._values)
+                _owner(command.task).accept(command, self._values)
             case Refuse(device, reason, is_fault):
                 self._refuse(device, reason, is_fault)
             case Orphan():
@@ -174,7 +181,7 @@ class Dispatcher:
     def _send(self, task: Task, missing: tuple[OperandId, ...]) -> None:
         line = self._lines[task.device]
         strips = [(operand, self._staging.strips(operand)) for operand in missing]
-        sending = Sending(self._work.describe(task), strips, lambda operand: self._ledger.needs(task.device, operand))
+        sending = Sending(_owner(task).describe(task), strips, lambda operand: self._ledger.needs(task.device, operand))
         line.sending[task.id] = sending
 
         def sent() -> None:
@@ -302,10 +309,10 @@ class Dispatcher:
             self._refuse(name, task.reason, task.is_fault)
             return
         try:
-            self._values = self._work.inspect(task, part, result, received.payload, member.trust.is_suspect)
+            self._values = _owner(task).inspect(task, part, result, received.payload, member.trust.is_suspect)
         except WrongResult as fault:
             self._blame(member, str(fault))
-            self._work.reject(task, name, str(fault))
+            _owner(task).reject(task, name, str(fault))
             self.handle(TaskFailed(name, id), name)
             if member.trust.is_lost:
                 raise _Parted(f"quarantined: {member.wrong} of its results were wrong", rejoin=False) from None
@@ -314,7 +321,7 @@ class Dispatcher:
         member.failures = member.refused = member.bad_stays = 0
         member.has_helped = True
         member.verified_flops += task.flops * part.area / task.whole.area
-        self._measure(member, result, received)
+        self._measure(member, task, result, received)
         self.handle(ResultArrived(name, id, part))
         self._values = None
         if id not in self._ledger.tasks(name):
@@ -326,9 +333,9 @@ class Dispatcher:
         log.warning("a wrong result from %s: %s", member.name, reason)
         self._listener(events.ResultRefused(device=member.name, reason=reason))
 
-    def _measure(self, member: Member, result: messages.Result, received: Received) -> None:
+    def _measure(self, member: Member, task: Task, result: messages.Result, received: Received) -> None:
         """Learn from work what the probe could only guess."""
-        member.flops.add(result.flops, result.compute_s)
+        member.flops.add(result.flops * task.effort, result.compute_s)
         member.down.add(result.down_bytes, result.down_s)
         member.up.add(result.payload, received.link_s)
         member.up_bytes += result.payload
@@ -346,6 +353,7 @@ class Dispatcher:
         self._listener(events.DeviceLeft(device=member.name, reason=reason, lost_tasks=lost))
         self._fleet_changed()
         self.handle(DeviceLeft(name), name)
+        self._left(name)
 
     # -------------------------------------------------------------------------------------------- from time to time
 
@@ -392,3 +400,7 @@ async def _say_goodbye(channel: Channel, reason: str, rejoin: bool) -> None:
     with suppress(ConnectionLost, TimeoutError):
         async with asyncio.timeout(_GOODBYE_S):
             await channel.send(messages.Bye(reason=reason, rejoin=rejoin))
+
+
+def _owner(task: Task) -> Work:
+    return cast("Assignment", task.work).owner

@@ -37,6 +37,8 @@ _PATIENCE_S = 2.0  # for devices that were told goodbye, and for answers on thei
 _ADMIN_ONLY = "expected an admin token (Authorization: Bearer ...), got none or another; see cleave token --help"
 
 Answer = Callable[[Request], Awaitable[Response]]
+Wrap = Callable[[Channel], Channel]
+"""What a server puts around each connection before it talks to a device."""
 
 
 class Service:
@@ -50,9 +52,11 @@ class Service:
         keys: Keys | None = None,
         certificate: Certificate | None = None,
         limits: Limits | None = None,
+        wrap: Wrap | None = None,
         say: Say = lambda text: None,
     ) -> None:
         self._keys, self._certificate, self._limits, self._say = keys or Keys(), certificate, limits, say
+        self._wrap = wrap
         self._socket = _bind(listen)
         host, port = self._socket.getsockname()[:2]
         self.host, self.port = str(host), int(port)
@@ -128,7 +132,8 @@ class Service:
         return self.is_local and self._keys.is_open
 
     def _join(self, channel: Channel) -> None:
-        stay = self._loop.create_task(self.cluster.serve(channel))
+        wrapped = channel if self._wrap is None else self._wrap(channel)
+        stay = self._loop.create_task(self.cluster.serve(wrapped))
         self._stays.add(stay)
         stay.add_done_callback(self._stays.discard)
 

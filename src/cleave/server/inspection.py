@@ -20,8 +20,9 @@ from cleave.errors import ProtocolError, WrongResult
 from cleave.server.products import Cut, Piece
 from cleave.server.staging import Range
 from cleave.wire.frame import Buffer
-from cleave.wire.messages import CHECKED_COLUMNS, Layout, Result
+from cleave.wire.messages import CHECKED_COLUMNS, Result
 from cleave.wire.numbers import Codec, Matrix
+from cleave.wire.programs import Layout
 
 assert CHECKED_COLUMNS == verify.GROUP
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import cast
@@ -41,6 +41,7 @@ from cleave.server.staging import Staging
 from cleave.wire import messages
 from cleave.wire.frame import Buffer
 from cleave.wire.numbers import Matrix, encoded_bytes
+from cleave.wire.programs import Gemm
 
 _MOST_WRONG = 3
 """Devices that are wrong about one product, and no others there: something else than a liar is at fault."""
@@ -79,6 +80,7 @@ class _Loss:
 class _Work:
     """What a task is about."""
 
+    owner: Jobs
     job: Job
     piece: Piece
     loss: _Loss | None
@@ -89,6 +91,7 @@ class Jobs:
         self,
         loop: asyncio.AbstractEventLoop,
         *,
+        ids: Iterator[int],
         ledger: Ledger,
         staging: Staging,
         inspector: Inspector,
@@ -98,7 +101,7 @@ class Jobs:
     ) -> None:
         self._loop, self._ledger, self._staging, self._inspector = loop, ledger, staging, inspector
         self._fleet, self._alone, self._listener = fleet, alone, listener
-        self._ids = itertools.count(1)
+        self._ids = ids
         self._jobs: set[Job] = set()
         self._parked: list[tuple[Job, Block, _Loss | None]] = []
         self._ended: CleaveError | None = None
@@ -143,7 +146,7 @@ class Jobs:
             task=task.id,
             priority=task.priority,
             format=work.job.format,
-            program=messages.Gemm(
+            program=Gemm(
                 layout=LAYOUTS[work.job.product.role],
                 terms=tuple((slices(*a).operand.id, slices(*b).operand.id) for a, b in work.piece.terms),
                 rows=task.rows,
@@ -261,7 +264,7 @@ class Jobs:
             region=None if of is None else of.region or of.id,
             top=top,
             left=left,
-            work=_Work(job, piece, loss),
+            work=_Work(self, job, piece, loss),
         )
 
     def _plan_again(self, job: Job, block: Block, loss: _Loss | None) -> None:

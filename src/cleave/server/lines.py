@@ -13,6 +13,7 @@ from cleave.transport.base import Channel
 from cleave.wire import messages
 from cleave.wire.frame import Buffer
 from cleave.wire.messages import AnyMessage
+from cleave.wire.programs import Gemm
 
 _MESSAGES_PER_S, _BURST = 2000.0, 4000.0
 
@@ -80,7 +81,7 @@ class Sending:
             self._told = True
             yield self._run, b""
         turns = [self._operands]
-        if self._run.program.layout == "nn":
+        if isinstance(self._run.program, Gemm) and self._run.program.layout == "nn":
             turns = [[operand] for operand in reversed(self._operands)]
         for operands in turns:
             yield from self._in_turn(list(operands))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from cleave.core.graph import Gemm, Role
 from cleave.core.planner.linear import Block
 from cleave.server.staging import Range, Tensor
-from cleave.wire.messages import Layout
+from cleave.wire.programs import Layout
 
 LAYOUTS: dict[Role, Layout] = {"forward": "nt", "grad_input": "nn", "grad_weight": "tn"}
 

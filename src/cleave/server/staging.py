@@ -102,7 +102,7 @@ class Slice(NamedTuple):
 
 
 class Staging:
-    """Gives identities. `slice` belongs to the dispatcher's thread, `tensor` to any."""
+    """Gives identities. `slice` and `made` belong to the dispatcher's thread, `tensor` to any."""
 
     def __init__(self, codec: Codec, released: Callable[[tuple[OperandId, ...]], None]) -> None:
         self._codec = codec
@@ -128,6 +128,10 @@ class Staging:
             tensor.slices[rows, cols] = found
             self._slices[operand.id] = found
         return found
+
+    def made(self, size: int) -> Operand:
+        """An identity for something that a device makes itself."""
+        return Operand(id=OperandId(next(self._ids)), bytes=size, is_made=True)
 
     def strips(self, operand: OperandId) -> Iterator[tuple[Store, memoryview]]:
         return self._slices[operand].strips(self._codec)

@@ -1,11 +1,11 @@
 # pyright: standard
-"""`cleave.distribute`: a model's linear layers, sent to a fleet; and back.
+"""`cleave.distribute`: a model's linear layers, and its decoder stacks, sent to a fleet; and back.
 
 A layer's class is swapped for a subclass of it, so names, state_dict, hooks, PEFT, deepcopy and Trainer do not
 notice, and assigning the class back undoes it. Layers called one after another with the very same X are learned as a
 group and from then on computed together when the first is called; the others find their output waiting. With offload
 `auto` the cost model compares what the fleet would take with what this process takes, per layer and size, and keeps
-small ones here.
+small ones here. Decoder stacks as a whole are for `train/stack.py`; their layers still send gemms where it passes.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from torch import nn
 from cleave.core.graph import Role
 from cleave.core.planner.linear import Linear
 from cleave.errors import InfeasibleError, ModelError
-from cleave.train.matmul import Call, Multiplier, Weights, apply, local_flops_per_s, version, wire_format
-
-try:
-    from transformers.pytorch_utils import Conv1D
-except ImportError:  # transformers is only needed for its models
-    Conv1D = None
+from cleave.train import stack
+from cleave.train.matmul import Call, Multiplier, Weights, apply, compute_dtype, local_flops_per_s, version, wire_format
+from cleave.train.passes import Columns
+from cleave.train.pieces import SENT, Conv1D, is_linear
+from cleave.train.swap import Swapped, restore
 
 Offload = Literal["auto", "always"]
+Grain = Literal["auto", "gemm", "resident"]
 Module = TypeVar("Module", bound=nn.Module)
-_SENT = {torch.float32, torch.bfloat16, torch.float16}
 
 
 def distribute(
@@ -41,13 +40,16 @@ def distribute(
     offload: Offload = "auto",
     say: Callable[[str], None] = lambda text: None,
     immediate: bool = False,
+    grain: Grain = "gemm",
 ) -> Module:
     """Send the gemms of every linear layer of a model to a fleet; the model itself is returned.
 
     Gradients of weights are complete when `backward()` returns. `immediate` makes them ordinary results of autograd,
-    for `torch.autograd.grad(loss, weights)`, at the price of waiting for each.
+    for `torch.autograd.grad(loss, weights)`, at the price of waiting for each. With the grains `auto` and `resident`
+    decoder stacks run as a whole where the fleet finds that better, or, if `resident`, can; the loss of labels is then
+    computed there too while training, and no logits come back with it.
     """
-    found = [module for module in model.modules() if _is_linear(module)]
+    found = [module for module in model.modules() if is_linear(module)]
     if not found:
         raise ModelError(
             f"{type(model).__name__} has no nn.Linear or Conv1D layer, so there is nothing to send to devices; "
@@ -61,11 +63,19 @@ def distribute(
         module._cleave = _Site(sending, module, is_shared=id(module.weight) in shared)  # type: ignore[assignment]
         module.__class__ = _distributed_class(type(module))
     sending.loading = model.register_load_state_dict_post_hook(_Loaded(sending))
+    stack.uninstall(model)
+    if grain != "gemm":
+        assert isinstance(fleet, Columns), "only such a fleet runs stacks"
+        reason = stack.install(model, fleet, sending.weights, say, must=grain == "resident")
+        if reason is not None and grain == "resident":
+            undistribute(model)
+            raise ModelError(f"{type(model).__name__} cannot stay on devices: {reason}; or use the grain auto or gemm")
     return model
 
 
 def undistribute(model: Module) -> Module:
     """Make every layer what it was."""
+    stack.uninstall(model)
     for module in model.modules():
         site = getattr(module, "_cleave", None)
         if isinstance(site, _Site):
@@ -73,12 +83,6 @@ def undistribute(model: Module) -> Module:
                 site.sending.close()
             _restore(module)
     return model
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Whether it computes X W^T + b and nothing else: a subclass with a forward of its own stays as it is."""
-    plain = {nn.Linear.forward, _Distributed.forward} | ({Conv1D.forward} if Conv1D is not None else set())
-    return isinstance(module, nn.Linear | (Conv1D or nn.Linear)) and type(module).forward in plain
 
 
 def _shared_parameters(model: nn.Module) -> set[int]:
@@ -95,7 +99,7 @@ def _shared_parameters(model: nn.Module) -> set[int]:
 # ------------------------------------------------------------------------------------------------ swapped classes
 
 
-class _Distributed:
+class _Distributed(Swapped):
     """Mixed in before a linear layer's own class."""
 
     _cleave: _Site
@@ -126,7 +130,7 @@ def _distributed_class(original: type) -> type:
 
 
 def _restore(module: nn.Module) -> None:
-    module.__class__ = next(base for base in type(module).__mro__[1:] if base is not _Distributed)
+    restore(module)
     del module._cleave
 
 
@@ -225,9 +229,9 @@ class _Site:
         sending, module = self.sending, self._module()
         if sending is None or module is None or x.numel() == 0:
             return None
-        dtype = _compute_dtype(x)
+        dtype = compute_dtype(x)
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
-        if dtype not in _SENT or x.dim() < 2 or weight.dtype not in _SENT or x.device.type == "meta":
+        if dtype not in SENT or x.dim() < 2 or weight.dtype not in SENT or x.device.type == "meta":
             return None
         here = sending.here
         waiting: dict[_Site, _Waiting] = here.__dict__.setdefault("waiting", {})
@@ -323,8 +327,3 @@ def _sizes(
         out_width=sum(weight.shape[0] for weight in weights),
         roles=tuple(roles),
     )
-
-
-def _compute_dtype(x: torch.Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype

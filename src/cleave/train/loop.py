@@ -20,14 +20,13 @@ from pathlib import Path
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
-from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
 from cleave.config import TrainConfig
 from cleave.errors import CleaveError, InputError
 from cleave.events import Evaluated, Listener, Note, Resumed, RunFinished, RunStarted, StepDone
-from cleave.train import saving
+from cleave.train import saving, stack
 from cleave.train.checkpoint import Checkpoint, Position, RandomState
 from cleave.train.data import (
     Batches,
@@ -140,6 +139,7 @@ class _Trainer:
         self._evaluation = evaluation
         self._evaluated: tuple[int, float | None] = (-1, None)
         self._updating = False
+        self._overlaps = False
         self._clock = clock
         self._saver = saving.Saver(config, run_directory, model, self._optimizer, observe, clock)
         torch.manual_seed(config.seed)
@@ -176,6 +176,7 @@ class _Trainer:
         """Step after step to the last; `done`, or `interrupted` with a checkpoint of the last finished step."""
         config, self._forward = self._config, forward
         forward.train()
+        self._overlaps = config.overlap and self._overlap(forward)
         reason = "stopped"
         try:
             while (step := self._position.step) < config.steps:
@@ -204,6 +205,18 @@ class _Trainer:
             self._observe(RunFinished(step=self._position.step, loss=loss, reason=reason))
         return reason
 
+    def _overlap(self, forward: torch.nn.Module) -> bool:
+        """Whether weights may be updated one by one; if not, it is said why."""
+        if self._config.clip:
+            reason = f"gradients are clipped by the norm of all (clip {self._config.clip:g}; 0 is none)"
+        elif self._config.accumulate > 1:
+            reason = f"a step is the sum of {self._config.accumulate} micro-batches"
+        else:
+            reason = stack.overlap(forward, self._optimizer)
+        if reason is not None:
+            self._observe(Note(text=f"weights are updated as a whole at the end of a step: {reason}"))
+        return reason is None
+
     def _last_whole(self) -> Position | None:
         """The last finished step; None if the optimizer broke off in the middle of one."""
         return None if self._updating else self._position
@@ -214,13 +227,14 @@ class _Trainer:
         step, first = self._position.step + 1, self._position.next_batch
         batches = [self._batches.batch(index) for index in range(first, first + config.accumulate)]
         self._optimizer.zero_grad(set_to_none=True)
+        rate = learning_rate(config, step)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._updating = self._overlaps  # then backward updates weights
         loss = math.fsum(self._in_flight(batches)) / config.accumulate
         norm = float(clip_grad_norm_(self._model.parameters(), config.clip or math.inf))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise self._diverged(step, loss, norm)
-        rate = learning_rate(config, step)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
         with interrupts.held():  # half an update is no state to save, and a whole one is to be told
             self._updating = True
             self._optimizer.step()
@@ -264,11 +278,12 @@ class _Trainer:
         return loss.item()
 
     def _loss(self, batch: NDArray) -> torch.Tensor:
+        """The model's own, so that it may be computed wherever the model is; of words that are one ahead already."""
         tokens = torch.from_numpy(batch)
+        words = tokens[:, 1:].contiguous()
         # Autocast is set per thread, so here and not around the step.
         with torch.autocast("cpu", torch.bfloat16) if self._config.autocast else nullcontext():
-            logits = self._forward(input_ids=tokens[:, :-1], use_cache=False).logits
-        return cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+            return self._forward(input_ids=tokens[:, :-1], labels=words, shift_labels=words, use_cache=False).loss
 
     @torch.no_grad()
     def _evaluate(self) -> None:

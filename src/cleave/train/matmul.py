@@ -30,7 +30,7 @@ from cleave.core.planner.linear import Linear, LinearPlan
 from cleave.wire.numbers import Encoded, Matrix
 
 _BACKWARD, _FORWARD, _WEIGHTS = 0, 1, 2  # priorities: who is waited for comes first
-_HALVES: dict[torch.dtype, WireFormat] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+HALVES: dict[torch.dtype, WireFormat] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SAMPLES = 32
 
 
@@ -71,20 +71,38 @@ class Weights:
         self._fleet = fleet
         self.steps = 0
         """Optimizer steps, and other changes of trained parameters, so far."""
+        self._whole = 0
+        self._own = WeakTensorKeyDictionary()  # parameter -> changes of its own
+        self._single: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._known = WeakTensorKeyDictionary()  # weight -> {format: (key, operand)}
         itself = weakref.ref(self)
 
-        def stepped(*_: object) -> None:
+        def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
             weights = itself()
             if weights is not None:
-                weights.changed()
+                weights._stepped(optimizer)
 
         weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
 
     def changed(self) -> None:
-        """Trained parameters have new values."""
+        """All trained parameters may have new values."""
         self.steps += 1
+        self._whole += 1
+
+    def count_single_steps(self, optimizer: torch.optim.Optimizer) -> None:
+        """This one is known to change no parameter but those that have a gradient when it has stepped."""
+        self._single.add(optimizer)
+
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        if optimizer not in self._single:
+            self.changed()
+            return
+        self.steps += 1
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._own[parameter] = 1 + (self._own.get(parameter) or 0)
 
     def operand(self, weight: torch.Tensor, format: WireFormat) -> Operand:
         with self._lock:
@@ -94,7 +112,8 @@ class Weights:
                 formats = self._known[weight] = {}
             found = formats.get(format)
             if found is None or found[0] != key:
-                operand = self._fleet.tensor(weight.shape[0], weight.shape[1], format)
+                rows, cols = (1, *weight.shape)[-2:]
+                operand = self._fleet.tensor(rows, cols, format)
                 bind(operand, weight, format)
                 formats[format] = found = (key, operand)
             return found[1]
@@ -107,17 +126,23 @@ class Weights:
     def _key(self, weight: torch.Tensor) -> tuple[object, ...]:
         flat = weight.detach().reshape(-1) if not weight.is_contiguous() else weight.detach().view(-1)
         samples = tuple(flat[:: max(1, flat.numel() // _SAMPLES)].tolist())
-        steps = self.steps if weight.requires_grad else -1
+        steps = (self._whole, self._own.get(weight, 0)) if weight.requires_grad else None
         return steps, version(weight), weight.data_ptr(), samples
 
 
 def bind(operand: Operand, tensor: torch.Tensor, format: WireFormat) -> None:
     """Give an operand its numbers, without a copy where the tensor already is as the wire wants it."""
     matrix = tensor.detach().cpu().reshape(-1, tensor.shape[-1]).contiguous()
-    if _HALVES.get(matrix.dtype) == format:
+    if HALVES.get(matrix.dtype) == format:
         operand.bind(None, matrix.view(-1).view(torch.uint8).numpy())
     else:
         operand.bind(matrix.float().numpy())
+
+
+def compute_dtype(x: torch.Tensor) -> torch.dtype:
+    """What a product with it is computed in."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -155,7 +180,7 @@ class Call:
 
 def wire_format(fleet: Multiplier, dtype: torch.dtype) -> WireFormat:
     """Halves travel as they are; everything else as the fleet's wire says."""
-    return fleet.wire if fleet.wire == "int8" else _HALVES.get(dtype, fleet.wire)
+    return fleet.wire if fleet.wire == "int8" else HALVES.get(dtype, fleet.wire)
 
 
 def apply(call: Call, x: torch.Tensor, biases: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:

@@ -23,6 +23,7 @@ from cleave.wire import messages
 from cleave.wire.frame import Buffer, parts
 from cleave.wire.messages import AnyMessage, Cancel, Drop, Failed, Hello, Probed, Result, Run, Store
 from cleave.wire.numbers import NumpyCodec
+from cleave.wire.programs import Backward, Collect, Forward, Gemm, Hold, Program, operands
 
 Kind = Literal[
     "vanish",  # the connection ends without a word
@@ -226,18 +227,21 @@ class _Watch:
     def __init__(self) -> None:
         self._phase: Phase = "joining"
         self._missing_rows: dict[int, int] = {}  # of operands on their way
+        self._shapes: dict[int, tuple[int, int]] = {}
         self._waiting: dict[int, set[int]] = {}  # task -> its operands, until they are all there
-        self._unreturned: dict[int, int] = {}  # task -> entries of its block that are still to be returned
+        self._owed: dict[int, Program] = {}  # task -> what it is to return
+        self._returned: Counter[int] = Counter()  # task -> entries of its result that were returned
 
     def received(self, message: AnyMessage) -> Phase:
         match message:
-            case Store(operand=operand, rows=rows, strip_rows=strip_rows):
+            case Store(operand=operand, rows=rows, cols=cols, strip_rows=strip_rows):
+                self._shapes[operand] = rows, cols
                 self._missing_rows[operand] = self._missing_rows.get(operand, rows) - strip_rows
             case Run(task=task, program=program):
-                self._waiting[task] = {operand for term in program.terms for operand in term}
-                self._unreturned[task] = program.rows * program.cols
-            case Drop(operands=operands):
-                for operand in operands:
+                self._waiting[task] = set(operands(program))
+                self._owed[task] = program
+            case Drop(operands=dropped):
+                for operand in dropped:
                     self._missing_rows.pop(operand, None)
             case Cancel(tasks=tasks):
                 self._forget(*tasks)
@@ -245,7 +249,7 @@ class _Watch:
                 pass
         if isinstance(message, Store | Run):
             there = {operand for operand, missing in self._missing_rows.items() if missing <= 0}
-            ready = [task for task, operands in self._waiting.items() if operands <= there]
+            ready = [task for task, awaited in self._waiting.items() if awaited <= there]
             for task in ready:
                 del self._waiting[task]
             self._phase = "computing" if ready else "receiving"
@@ -256,14 +260,15 @@ class _Watch:
             self._forget(message.task)
         elif isinstance(message, Result):
             self._phase = "returning"
-            self._unreturned[message.task] = self._unreturned.get(message.task, 0) - message.rows * message.cols
-            if self._unreturned[message.task] <= 0:
+            self._returned[message.task] += message.rows * message.cols
+            program = self._owed.get(message.task)
+            if program is None or self._returned[message.task] >= _entries(program, self._shapes):
                 self._forget(message.task)
         return self._phase
 
     def rests(self) -> bool:
         """Whether the result just sent was the last that is owed."""
-        if self._phase == "returning" and not self._unreturned:
+        if self._phase == "returning" and not self._owed:
             self._phase = "idle"
             return True
         return False
@@ -271,7 +276,20 @@ class _Watch:
     def _forget(self, *tasks: int) -> None:
         for task in tasks:
             self._waiting.pop(task, None)
-            self._unreturned.pop(task, None)
+            self._owed.pop(task, None)
+            self._returned.pop(task, None)
+
+
+def _entries(program: Program, shapes: dict[int, tuple[int, int]]) -> int:
+    """Of the result."""
+    match program:
+        case Gemm() | Collect():
+            return program.rows * program.cols
+        case Forward(is_silent=True) | Backward(wants_dx=False) | Hold():
+            return 1
+        case Forward() | Backward():
+            rows, cols = shapes.get(program.x, (1, 1))
+            return rows * (2 if isinstance(program, Forward) and program.head is not None else cols)
 
 
 async def _for_ever() -> None:

@@ -1,46 +1,28 @@
 """Every message between server and device, as tagged structs; nothing else is ever decoded from the wire.
 
 Headers are MessagePack maps with a `type`; numbers of matrices are never in them but in the raw payload that follows
-(`wire/frame.py`). `payload` is that payload's length in bytes. A task names a program and operands by identity;
-programs are a closed union, so a fused segment is one more struct here and not another protocol. docs/protocol.md
-explains all.
+(`wire/frame.py`). `payload` is that payload's length in bytes. A task names a program (`wire/programs.py`) and operands
+by identity. docs/protocol.md explains all.
 """
 
 from __future__ import annotations
-
-from typing import Literal
 
 import msgspec
 
 from cleave.core.cost import WireFormat
 from cleave.errors import ProtocolError
+from cleave.wire.programs import Program
 
-VERSION = 2
+VERSION = 3
 
 _QUOTED = 160
 
 CHECKED_COLUMNS = 128
 """Rectangles of a result begin and end at multiples of this, or at the block's last column: they are checked so."""
 
-Layout = Literal["nt", "nn", "tn"]
-"""How the stored operands enter the product: nt A B^T, nn A B, tn A^T B. No side ever transposes a copy."""
-
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower, forbid_unknown_fields=False):
     payload: int = 0
-
-
-class Gemm(msgspec.Struct, frozen=True, kw_only=True, tag_field="program", tag="gemm"):
-    """The sum over terms of op(a) op(b): one block of a product whose inner side may be several operands end to end."""
-
-    layout: Layout
-    terms: tuple[tuple[int, int], ...]
-    """(operand a, operand b)"""
-    rows: int
-    cols: int
-
-
-Program = Gemm  # further programs join this union
 
 
 # ------------------------------------------------------------------------------------------------ device to server

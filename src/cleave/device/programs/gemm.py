@@ -16,7 +16,8 @@ from cleave.core.rectangles import Rectangle
 from cleave.device.programs.kernels import Array, Kernel
 from cleave.device.store import Operand, Store
 from cleave.errors import ProtocolError
-from cleave.wire.messages import CHECKED_COLUMNS, Gemm
+from cleave.wire.messages import CHECKED_COLUMNS
+from cleave.wire.programs import Gemm
 
 _RESULT_ELEMENTS = 1 << 20  # a rectangle of about 4 MB: one part of a payload
 _LEAST_SIDE = 512
@@ -48,6 +49,10 @@ class GemmTask:
     def finished(self) -> bool:
         whole = (self._program.rows, self._program.cols)
         return not self._todo and (self._done_rows, self._done_cols) == whole
+
+    @property
+    def room_bytes(self) -> int:
+        return 4 * self._program.rows * self._program.cols
 
     @property
     def only_returns(self) -> bool:
@@ -97,10 +102,7 @@ class GemmTask:
         whole = Rectangle(0, self._program.rows, 0, self._program.cols)
         if ready == a.rows:
             self._done_rows, self._done_cols = self._program.rows, self._program.cols
-            height = max(1, _RESULT_ELEMENTS // whole.cols)
-            self._todo = [
-                whole._replace(top=top, bottom=min(top + height, whole.rows)) for top in range(0, whole.rows, height)
-            ]
+            self._todo = bands(whole.rows, whole.cols)
 
         def add() -> None:
             if start == 0 and len(list(_strips(whole))) == 1:
@@ -127,6 +129,12 @@ class GemmTask:
 
     def _inner(self, pairs: list[tuple[Operand, Operand]]) -> int:
         return sum(a.cols for a, _ in pairs)
+
+
+def bands(rows: int, cols: int) -> list[Rectangle]:
+    """A result that is complete, in rectangles to send: as many whole rows as make about four megabytes."""
+    height = max(1, _RESULT_ELEMENTS // cols)
+    return [Rectangle(top, min(top + height, rows), 0, cols) for top in range(0, rows, height)]
 
 
 def _worth(done: int, ready: int, whole: int) -> int:

@@ -1,4 +1,8 @@
-"""What multiplies: numpy everywhere, torch on a GPU (or on request). Operands are opaque to all but their kernel."""
+"""What multiplies: numpy everywhere, torch on a GPU (or on request). Operands are opaque to all but their kernel.
+
+Parts of a model are written once for both, with operators, methods and the functions of `ops` under the names that
+numpy and torch share; a kernel adds the few things they do differently.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +18,36 @@ from numpy.typing import NDArray
 from cleave.core.cost import WireFormat
 from cleave.errors import InputError
 from cleave.wire.frame import Buffer
-from cleave.wire.messages import Layout
 from cleave.wire.numbers import NumpyCodec
+from cleave.wire.programs import Layout
 
 KernelChoice = Literal["auto", "numpy", "torch"]
 Array = Any
 """A kernel's own kind of matrix; all of them can be sliced by rows and columns."""
 _LARGE_BYTES = 4 << 20
+_ADDED_ELEMENTS = 1 << 17
+"""Of a product that is added to another matrix: what stays in a cache until it is added."""
+_ADDED_ROWS = 64
+_ERF_MOST = 4.0  # beyond it erf is 1 in fp32
+_ERF_TOP = (
+    -2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05, -7.34990630326855e-04,
+    -2.95459980854025e-03, -1.60960333262415e-02,
+)  # fmt: skip
+_ERF_BOTTOM = (
+    -1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03, -7.37332916720468e-03, -1.42647390514189e-02,
+)  # fmt: skip
 
 
 class Kernel(Protocol):
     name: str
+    ops: Any
+    """numpy, or torch: exp, matmul, clip and others that both have."""
+    tile_elements: int
+    """Entries of a matrix that is made, used and forgotten, such as scores of attention."""
 
     def allocate(self, rows: int, cols: int) -> Array: ...
+
+    def zeros(self, rows: int, cols: int) -> Array: ...
 
     def write(self, strip: Array, data: Buffer, format: WireFormat) -> None:
         """Decode rows that arrived into a slice of an operand."""
@@ -38,9 +59,25 @@ class Kernel(Protocol):
 
     def encode(self, result: Array, format: WireFormat) -> NDArray[np.uint8]: ...
 
+    def add_product(self, total: Array, a: Array, b: Array) -> None:
+        """total += a b"""
+        ...
+
+    def positions(self, first: int, last: int) -> Array:
+        """first, first + 1, ... before last, as fp32."""
+        ...
+
+    def integers(self, array: Array) -> Array:
+        """What can be an index."""
+        ...
+
+    def erf(self, array: Array) -> Array: ...
+
 
 class NumpyKernel:
     name = "numpy"
+    ops: Any = np
+    tile_elements = 1 << 18
 
     def __init__(self) -> None:
         self._codec = NumpyCodec()
@@ -56,6 +93,12 @@ class NumpyKernel:
             raise MemoryError(f"no room for {rows} x {cols}: {fault.strerror}") from None
         return np.frombuffer(pages, dtype=np.float32).reshape(rows, cols)
 
+    def zeros(self, rows: int, cols: int) -> Array:
+        """The system's own pages are zero, and are not touched until they are used."""
+        if rows * cols * np.dtype(np.float32).itemsize < _LARGE_BYTES:
+            return np.zeros((rows, cols), dtype=np.float32)
+        return self.allocate(rows, cols)
+
     def write(self, strip: Array, data: Buffer, format: WireFormat) -> None:
         self._codec.decode_into(data, format, strip)
 
@@ -70,12 +113,32 @@ class NumpyKernel:
     def encode(self, result: Array, format: WireFormat) -> NDArray[np.uint8]:
         return self._codec.encode(result, format)
 
+    def add_product(self, total: Array, a: Array, b: Array) -> None:
+        height = max(_ADDED_ROWS, _ADDED_ELEMENTS // total.shape[1])
+        for top in range(0, total.shape[0], height):
+            total[top : top + height] += self.ops.matmul(a[top : top + height], b)
+
+    def positions(self, first: int, last: int) -> Array:
+        return np.arange(first, last, dtype=np.float32)
+
+    def integers(self, array: Array) -> Array:
+        return array.astype(np.int64)
+
+    def erf(self, array: Array) -> Array:
+        """x P(x^2) / Q(x^2), as numpy has none; right to 4e-7."""
+        x = np.clip(array, -_ERF_MOST, _ERF_MOST)
+        square = x * x
+        x *= _polynomial(_ERF_TOP, square)
+        x /= _polynomial(_ERF_BOTTOM, square)
+        return x
+
 
 class TorchKernel:
     def __init__(self, device: str, threads: int | None = None) -> None:
         import torch
 
-        self._torch = torch
+        self._torch = self.ops = torch
+        self.tile_elements = 1 << 18 if device == "cpu" else 1 << 22
         self._device = device
         self._codec = NumpyCodec()
         self.name = f"torch-{device}"
@@ -84,6 +147,9 @@ class TorchKernel:
 
     def allocate(self, rows: int, cols: int) -> Array:
         return self._torch.empty((rows, cols), dtype=self._torch.float32, device=self._device)
+
+    def zeros(self, rows: int, cols: int) -> Array:
+        return self._torch.zeros((rows, cols), dtype=self._torch.float32, device=self._device)
 
     def write(self, strip: Array, data: Buffer, format: WireFormat) -> None:
         matrix = np.empty(tuple(strip.shape), dtype=np.float32)
@@ -100,6 +166,27 @@ class TorchKernel:
 
     def encode(self, result: Array, format: WireFormat) -> NDArray[np.uint8]:
         return self._codec.encode(result.cpu().numpy(), format)
+
+    def add_product(self, total: Array, a: Array, b: Array) -> None:
+        total.addmm_(a, b)
+
+    def positions(self, first: int, last: int) -> Array:
+        return self._torch.arange(first, last, dtype=self._torch.float32, device=self._device)
+
+    def integers(self, array: Array) -> Array:
+        return array.long()
+
+    def erf(self, array: Array) -> Array:
+        return self._torch.erf(array)
+
+
+def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
+    """The highest power first."""
+    total = np.full_like(x, coefficients[0])
+    for coefficient in coefficients[1:]:
+        total *= x
+        total += np.float32(coefficient)
+    return total
 
 
 def _pages(size: int) -> mmap.mmap:

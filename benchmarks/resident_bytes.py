@@ -1,0 +1,55 @@
+"""Bytes of a step on the wire, of both grains, beside what the plan's formulas say.
+
+`python benchmarks/resident_bytes.py`: 4 layers of hidden 512, 2,048 tokens in 8 sequences, all weights trained, by four
+devices of this machine with no link but its own. The first step is left out; the others should not differ.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from home import GRAINS, Figures, Work, later, train_over  # isort: skip
+
+import torch
+
+from cleave.core.planner.column_plan import ColumnPlan
+from cleave.errors import CleaveError
+from cleave.fleet import Fleet
+
+_DEVICES = 4
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Bytes of a step, measured and by formula.")
+    parser.add_argument("--steps", type=int, default=3, help="the first warms up")
+    parser.add_argument("--wire", choices=["fp32", "bf16"], default="bf16")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    work = Work(hidden=512, layers=4, tokens=2048, sequence=256, full=True, steps=options.steps)
+    print(f"# Bytes of a step: {_DEVICES} devices, 4 layers, hidden 512, 2,048 tokens, wire {options.wire}\n")
+    print("| grain | MB down | by formula | ratio | MB up | by formula | ratio | s a step |")
+    print("|---|---|---|---|---|---|---|---|", flush=True)
+    for grain in GRAINS:
+        try:
+            with Fleet.local(_DEVICES, wire=options.wire, offload="always") as fleet:
+                figures = train_over(fleet, work, grain)
+                plan = fleet.cluster.grains.latest
+        except CleaveError as fault:
+            print(f"| {grain} | {fault} | | | | | | |", flush=True)
+            continue
+        print(_row(grain, figures, plan if grain == "resident" else None), flush=True)
+
+
+def _row(grain: str, figures: Figures, plan: ColumnPlan | None) -> str:
+    cells: list[str] = []
+    for measured, formula in (
+        (later(figures.down_bytes), plan and plan.down_bytes),
+        (later(figures.up_bytes), plan and plan.up_bytes),
+    ):
+        cells += [f"{measured / 1e6:.1f}"]
+        cells += ["", ""] if formula is None else [f"{formula / 1e6:.1f}", f"{measured / formula:.3f}"]
+    return f"| {grain} | {' | '.join(cells)} | {later(figures.taken_s):.2f} |"
+
+
+if __name__ == "__main__":
+    main()

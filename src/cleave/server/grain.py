@@ -1,0 +1,249 @@
+"""Which grain a model's step is given: layers resident on devices, or the blocks of single products.
+
+The planner is asked for both as the fleet is now; what it foresees is kept beside what was chosen, so that people can
+be told why. Plans follow measured rates; who holds what stays, unless another arrangement is clearly faster.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from cleave.core.cost import WIRE_BYTES, WireFormat, handling_s
+from cleave.core.fleet import Profiles
+from cleave.core.graph import Role
+from cleave.core.planner.column_plan import ColumnPlan, Share, Stage
+from cleave.core.planner.linear import Linear, plan_linear
+from cleave.core.units import Sublayer
+from cleave.errors import InfeasibleError
+from cleave.server.segments import Share as Segment
+from cleave.server.segments import inner_width, sliceable
+from cleave.wire.programs import Attention, Weight
+from cleave.wire.stack import Stack
+
+Grain = Literal["auto", "gemm", "resident"]
+Arrange = Callable[..., ColumnPlan]
+"""`core/planner/live_columns.plan_columns`, or who arranges columns otherwise."""
+Fleet = tuple[int, Profiles | None]
+"""A number that changes with it, and the devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """What plans are made for."""
+
+    stack: Stack
+    sequences: int
+    sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    number: int
+    names: tuple[str, ...]
+    plan: ColumnPlan
+
+
+class Grains:
+    """Plans of passes; asked from any thread."""
+
+    def __init__(
+        self,
+        wire: WireFormat,
+        *,
+        fleet: Callable[[], Fleet],
+        medium_bytes_per_s: float,
+        arrange: Arrange,
+        say: Callable[[str], None],
+    ) -> None:
+        self._wire: WireFormat = wire
+        self._fleet, self._medium, self._arrange, self._say = fleet, medium_bytes_per_s, arrange, say
+        self._lock = threading.Lock()
+        self._planned: dict[_Call, _Planned] = {}
+        self._chosen: dict[tuple[_Call, bool], tuple[tuple[str, ...], str | None]] = {}
+        self.latest: ColumnPlan | None = None
+        """What the last pass follows."""
+        self.local_flops_per_s = math.inf
+        """Of the process that trains, as far as it is known."""
+        self.may_stay = False
+        """Whether that process may compute what devices could."""
+
+    def why_not(self, stack: Stack, sequences: int, sequence: int, *, must: bool) -> str | None:
+        """Why gemms are better for such a batch; None: resident layers. Decided anew when other devices are there."""
+        call = _Call(stack, sequences, sequence)
+        _, profiles = self._fleet()
+        names = profiles.names if profiles is not None else ()
+        found = self._chosen.get((call, must))
+        if found is None or found[0] != names:
+            found = self._chosen[call, must] = (names, self._decide(call, profiles, must=must))
+            if found[1] is not None:
+                self._say(f"grain gemm: {found[1]}")
+        return found[1]
+
+    def _decide(self, call: _Call, profiles: Profiles | None, *, must: bool) -> str | None:
+        if profiles is None:
+            return None if must else "no device is there"
+        try:
+            plan = self.plan(call.stack, call.sequences, call.sequence, self._fleet())[0]
+        except InfeasibleError as fault:
+            return f"no layers can be resident: {fault}"
+        resident_s = plan.step_s + handling_s(plan.down_bytes, plan.up_bytes)
+        gemm_s = _gemms_s(call, profiles, self._wire) + _attention_flops(call) / self.local_flops_per_s
+        local_s = _flops(call) / self.local_flops_per_s if self.may_stay else math.inf
+        if not must and min(gemm_s, local_s) < resident_s:
+            where = "on devices" if gemm_s < local_s else "on this server"
+            best_s = min(gemm_s, local_s)
+            return f"{best_s:.3g} s a step {where}, {resident_s:.3g} s with resident layers (limit: {plan.limit})"
+        held = "; ".join(_described(stage, profiles.names, call.stack) for stage in plan.stages)
+        beside = "gemms do not fit" if gemm_s == math.inf else f"{gemm_s:.3g} s with gemms"
+        if local_s < math.inf:
+            beside += f", {local_s:.3g} s on this server alone"
+        self._say(
+            f"grain resident: {resident_s:.3g} s a step foreseen (limit: {plan.limit}), {beside}; "
+            f"chunks of {plan.chunk} tokens; {held}"
+        )
+        return None
+
+    def plan(
+        self, stack: Stack, sequences: int, sequence: int, fleet: Fleet | None = None
+    ) -> tuple[ColumnPlan, tuple[str, ...]]:
+        """Who holds what for such a batch; InfeasibleError where nothing fits."""
+        number, profiles = fleet or self._fleet()
+        if profiles is None:
+            raise InfeasibleError("no device is there")
+        call = _Call(stack, sequences, sequence)
+        with self._lock:
+            found = self._planned.get(call)
+            if found is None or found.number != number:
+                plan = self._arrange(
+                    profiles,
+                    sublayers(stack),
+                    hidden=stack.hidden,
+                    sequences=sequences,
+                    sequence=sequence,
+                    wire=self._wire,
+                    medium_bytes_per_s=self._medium,
+                    previous=None if found is None else _renumbered(found, profiles.names),
+                )
+                found = self._planned[call] = _Planned(number, profiles.names, plan)
+            self.latest = found.plan
+            return found.plan, found.names
+
+
+def sublayers(stack: Stack) -> list[Sublayer]:
+    """A stack as the planner sees it."""
+    count = len(stack.parts) + (stack.head is not None)
+    return [_sublayer(stack, number) for number in range(count)]
+
+
+def _sublayer(stack: Stack, number: int) -> Sublayer:
+    share = Segment(first=number, count=1)
+    sizes = [(view.area, stack.parameters[view.parameter].is_trained) for view in share.views(stack)]
+    is_head = number == len(stack.parts)
+    return Sublayer(
+        kind="head" if is_head else "attention" if isinstance(stack.parts[number], Attention) else "mlp",
+        params=sum(size for size, _ in sizes),
+        trained=sum(size for size, is_trained in sizes if is_trained),
+        kv_width=sum(share.kv_widths(stack)),
+        inner=inner_width(stack, number),
+        slices=sliceable(stack, number),
+    )
+
+
+def _renumbered(found: _Planned, names: tuple[str, ...]) -> ColumnPlan | None:
+    """A plan for the devices as they are numbered now; None if one of them is gone."""
+    place = {name: index for index, name in enumerate(names)}
+    if not all(found.names[device] in place for stage in found.plan.stages for device in stage.devices):
+        return None
+    stages = tuple(
+        replace(
+            stage,
+            slices=tuple(
+                tuple(Share(place[found.names[share.device]], share.sequences) for share in column)
+                for column in stage.slices
+            ),
+        )
+        for stage in found.plan.stages
+    )
+    return replace(found.plan, stages=stages)
+
+
+def _gemms_s(call: _Call, profiles: Profiles, wire: WireFormat) -> float:
+    """A step as products alone; without end if the fleet cannot hold their blocks."""
+    seconds: dict[Linear, float] = {}
+    total_s = 0.0
+    try:
+        for linear in _linears(call):
+            if linear not in seconds:
+                seconds[linear] = plan_linear(profiles, linear, wire).total_s + _handling_s(linear, len(profiles), wire)
+            total_s += seconds[linear]
+    except InfeasibleError:
+        return math.inf
+    return total_s
+
+
+def _handling_s(linear: Linear, devices: int, wire: WireFormat) -> float:
+    """Of a layer cut by rows: X and dY down and W to every device; Y and dX up, and a partial sum of dW from each."""
+    rows = linear.tokens * (linear.in_width + linear.out_width)
+    weights = devices * linear.in_width * linear.out_width
+    size = WIRE_BYTES[wire]
+    return handling_s(size * (rows + weights), size * (rows + weights * ("grad_weight" in linear.roles)))
+
+
+def _flops(call: _Call) -> float:
+    products = sum(gemm.flops for linear in _linears(call) for gemm in linear.gemms.values())
+    return products + _attention_flops(call)
+
+
+def _attention_flops(call: _Call) -> float:
+    """Of scores and what follows from them, forward and back, which gemms leave to the server."""
+    widths = [_sides(call.stack, part.q)[0] for part in call.stack.parts if isinstance(part, Attention)]
+    return 12.0 * call.sequences * call.sequence**2 * sum(widths)
+
+
+def _linears(call: _Call) -> Iterator[Linear]:
+    """The products of a step, those that read the same rows together."""
+    stack = call.stack
+    groups: list[tuple[Weight, ...]] = []
+    for part in stack.parts:
+        if isinstance(part, Attention):
+            groups += [(part.q, part.k, part.v), (part.o,)]
+        else:
+            groups += [(part.up,) if part.gate is None else (part.gate, part.up), (part.down,)]
+    if stack.head is not None:
+        groups.append((stack.head.weight,))
+    for group in groups:
+        views = [stack.views[weight.weight] for weight in group]
+        sides = [_sides(stack, weight) for weight in group]
+        is_trained = any(stack.parameters[view.parameter].is_trained for view in views)
+        roles: tuple[Role, ...] = ("forward", "grad_input", "grad_weight") if is_trained else ("forward", "grad_input")
+        yield Linear(
+            tokens=call.sequences * call.sequence,
+            in_width=sides[0][1],
+            out_width=sum(out for out, _ in sides),
+            roles=roles,
+        )
+
+
+def _sides(stack: Stack, weight: Weight) -> tuple[int, int]:
+    """out, in"""
+    view = stack.views[weight.weight]
+    return (view.width, view.height) if weight.is_transposed else (view.height, view.width)
+
+
+def _described(stage: Stage, names: tuple[str, ...], stack: Stack) -> str:
+    last = stage.first + stage.count - 1
+    what = _named(stage.first, stack) if stage.count == 1 else f"{_named(stage.first, stack)} to {_named(last, stack)}"
+    if len(stage.slices) > 1:
+        what += f" in {len(stage.slices)} slices"
+    return f"{what} on {', '.join(names[device] for device in stage.devices)}"
+
+
+def _named(sublayer: int, stack: Stack) -> str:
+    if sublayer == len(stack.parts):
+        return "the head"
+    layer = sum(isinstance(part, Attention) for part in stack.parts[: sublayer + 1])
+    return f"{'attention' if isinstance(stack.parts[sublayer], Attention) else 'MLP'} {layer}"

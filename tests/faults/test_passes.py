@@ -1,0 +1,436 @@
+"""Whoever goes, fails or lags, and in whatever moment of a pass: the same losses and gradients, and nothing left over.
+
+Everything is real but the network and the clock. Each arrangement is run once undisturbed by one device alone, and
+what that gives is what every other run must give (that it is right is shown in `tests/training`). A cell is an
+arrangement, a device of it, the moment it meets its fate, and that fate.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pytest
+from doomed import DoomedChannel, Moment
+from virtual import run
+from world import ROOMY, Device, World
+
+from cleave import events
+from cleave.core.fleet import Profiles
+from cleave.core.planner.column_plan import ColumnPlan, Share, Stage
+from cleave.errors import FleetGoneError
+from cleave.transport.base import Channel
+from cleave.wire.numbers import Matrix
+from cleave.wire.stack import Gradients
+
+sys.path.append(str(Path(__file__).parents[1] / "server"))
+
+from stacks import Decoder, decoder
+
+LIMIT_S = 300.0
+ALLOWED = 2e-5
+"""Of a matrix's largest entry: sums are made in another order."""
+SEQUENCES, SEQUENCE, CHUNK = 4, 6, 4
+Fate = Literal["vanish", "leave", "half-open", "fail", "stall", "slow"]
+FATES: tuple[Fate, ...] = get_args(Fate)
+STALL_S = 6.0
+
+Slices = Sequence[Sequence[str]]
+Layout = Sequence[tuple[int, Slices]]
+"""Of each stage: how many sublayers, and who holds each slice; whoever is not there is left out."""
+
+LAYOUTS: dict[str, Layout] = {
+    "mates": [(5, [["ann", "bob"]])],
+    "pipeline": [(2, [["ann"]]), (3, [["bob"]])],
+    "slices": [(1, [["ann"], ["bob"]]), (3, [["ann", "cid"]]), (1, [["bob"], ["cid"], ["ann"]])],
+    "mixed": [(1, [["ann", "bob"], ["bob", "cid"]]), (3, [["cid", "ann"]]), (1, [["ann", "cid"], ["bob"]])],
+}
+MOMENTS: dict[str, Moment] = {
+    "before": Moment("forward", "told"),
+    "computing": Moment("forward", "returning"),
+    "forward": Moment("forward", "returned", 2),
+    "turning": Moment("backward", "told"),
+    "backward": Moment("backward", "returned", 1),
+    "ending": Moment("backward", "returning", 3),
+    "reading": Moment("collect", "told"),
+    "half read": Moment("collect", "returned"),
+}
+
+
+def arranged(layout: Layout, chunk: int = CHUNK) -> Callable[..., ColumnPlan]:
+    """Always this, as far as its devices are there; a column nobody is left for goes to all who are."""
+
+    def arrange(profiles: Profiles, sublayers: Sequence[Any], **_: object) -> ColumnPlan:
+        place = {name: index for index, name in enumerate(profiles.names)}
+        stages: list[Stage] = []
+        first = 0
+        for count, slices in layout:
+            columns = [[name for name in column if name in place] or list(place) for column in slices]
+            shares = tuple(tuple(Share(place[name], 1.0) for name in column) for column in columns)
+            stages.append(Stage(first=first, count=min(count, len(sublayers) - first), slices=shares))
+            first += stages[-1].count
+        stages = [stage for stage in stages if stage.count]  # the head, where there is none
+        return plan_of(stages, chunk)
+
+    return arrange
+
+
+def plan_of(stages: Sequence[Stage], chunk: int) -> ColumnPlan:
+    return ColumnPlan(
+        stages=tuple(stages),
+        chunk=chunk,
+        step_s=1.0,
+        busiest_s=1.0,
+        fill_s=0.0,
+        down_bytes=0.0,
+        up_bytes=0.0,
+        limit="compute",
+    )
+
+
+def names(layout: Layout) -> list[str]:
+    return sorted({name for _, slices in layout for column in slices for name in column})
+
+
+# ------------------------------------------------------------------------------------------------ a pass and its laws
+
+
+async def go(world: World, model: Decoder, *, seed: int = 0) -> tuple[Matrix, Gradients]:
+    """A batch forward and back; without a head from a gradient that is drawn."""
+    batch = model.batch(world.cluster, seed=seed, sequences=SEQUENCES, sequence=SEQUENCE)
+    running = world.cluster.run(model.stack, batch)
+    outputs = await asyncio.wrap_future(running.outputs)
+    dy = None
+    if model.stack.head is None:
+        dy = np.random.default_rng(seed + 100).normal(0, 1 / len(outputs), outputs.shape).astype(np.float32)
+    return outputs.copy(), await asyncio.wrap_future(running.backward(dy))
+
+
+@functools.cache
+def expected(has_head: bool, seed: int) -> tuple[Matrix, Gradients]:
+    async def main() -> tuple[Matrix, Gradients]:
+        world = World(arrange=arranged([(5 if has_head else 4, [["ann"]])], SEQUENCE))
+        await world.join("ann")
+        found = await go(world, decoder(has_head=has_head), seed=seed)
+        await world.close()
+        return found
+
+    return run(main(), limit_s=LIMIT_S)
+
+
+def virtually(main: Coroutine[object, object, None]) -> None:
+    for has_head in (True, False):
+        for seed in (0, 1):
+            expected(has_head, seed)  # in a loop of its own, before this one
+    run(main, limit_s=LIMIT_S)
+
+
+def assert_same(found: tuple[Matrix, Gradients], has_head: bool = True, seed: int = 0) -> None:
+    outputs, gradients = found
+    those, these = expected(has_head, seed)
+    _near(outputs, those)
+    assert gradients.dx is not None
+    assert these.dx is not None
+    _near(gradients.dx, these.dx)
+    for ours, theirs in zip(gradients.parameters, these.parameters, strict=True):
+        assert ours is not None
+        assert theirs is not None
+        _near(ours, theirs)
+
+
+def _near(ours: Matrix, theirs: Matrix) -> None:
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=ALLOWED * max(float(np.abs(theirs).max()), 1e-2))
+
+
+async def assert_nothing_is_left(world: World, devices: Sequence[Device]) -> None:
+    """No task anywhere, and soon none of what devices make for a pass on any that is still there."""
+    ledger = world.cluster._ledger  # pyright: ignore[reportPrivateUsage]
+    ledger.check()
+    assert not ledger.is_busy
+    async with asyncio.timeout(60.0):
+        while any(_has_made(device) for device in devices if device.name in world.here()):
+            await asyncio.sleep(1.0)  # virtual, until all has been said
+
+
+def _has_made(device: Device) -> bool:
+    store = device.worker._store  # pyright: ignore[reportPrivateUsage]
+    held = store._operands.values()  # pyright: ignore[reportPrivateUsage]
+    return bool(store._states) or any(one.is_accumulator for one in held)  # pyright: ignore[reportPrivateUsage]
+
+
+def recovered(world: World) -> set[str]:
+    return {event.device for event in world.events if isinstance(event, events.Recovered)}
+
+
+async def doom(
+    world: World, name: str, moment: Moment, fate: Fate, *, others: Sequence[Device] = (), memory_bytes: int = ROOMY
+) -> Device:
+    """A device that joins, to meet its fate at a moment of its own; `others` vanish with it."""
+    device: Device
+
+    async def meet() -> bool:
+        for other in others:
+            await other.channel._inner.close()  # pyright: ignore[reportPrivateUsage]
+        match fate:
+            case "vanish":
+                await channel().end()
+            case "leave":
+                world.loop.create_task(device.worker.leave("someone needs it"))
+            case "half-open":
+                channel().stall(math.inf)
+            case "stall":
+                channel().stall(world.loop.time() + STALL_S)
+            case "slow":
+                channel().delay(2.0)
+            case "fail":
+                return False
+        return True
+
+    def channel() -> DoomedChannel:
+        assert isinstance(device.channel, DoomedChannel)
+        return device.channel
+
+    def wrap(inner: Channel) -> DoomedChannel:
+        return DoomedChannel(inner, moment, meet)
+
+    device = world.dial(name, wrap=wrap, memory_bytes=memory_bytes)
+    await world.until(lambda: name in world.joined())
+    return device
+
+
+# ------------------------------------------------------------------------------------------------ the matrix
+
+
+def cells() -> list[Any]:
+    """Every device of every arrangement at every moment; fates in turn, so that each comes at each moment."""
+    found: list[Any] = []
+    for has_head in (True, False):
+        for layout in LAYOUTS if has_head else ("mates", "slices"):
+            for victim in names(LAYOUTS[layout]):
+                for moment in MOMENTS:
+                    fate = FATES[len(found) % len(FATES)]
+                    end = "loss" if has_head else "hidden"
+                    found.append(
+                        pytest.param(layout, victim, moment, fate, has_head, id=f"{end}-{layout}-{victim}-{moment}-{fate}")
+                    )
+    return found
+
+
+@pytest.mark.parametrize(("layout", "victim", "moment", "fate", "has_head"), cells())
+def test_a_pass_gives_the_same_whatever_becomes_of_one_device(
+    layout: str, victim: str, moment: str, fate: Fate, has_head: bool
+) -> None:
+    async def main() -> None:
+        world = World(arrange=arranged(LAYOUTS[layout]))
+        devices: list[Device] = []
+        for name in [*names(LAYOUTS[layout]), "zoe"]:  # zoe is there for whoever is lost
+            is_doomed = name == victim
+            devices.append(await (doom(world, name, MOMENTS[moment], fate) if is_doomed else world.join(name)))
+        doomed = next(device for device in devices if device.name == victim)
+        assert_same(await go(world, decoder(has_head=has_head)), has_head)
+        assert isinstance(doomed.channel, DoomedChannel)
+        assert doomed.channel.is_met, "the moment must have come"
+        assert_same(await go(world, decoder(has_head=has_head), seed=1), has_head, seed=1)
+        await assert_nothing_is_left(world, devices)
+        await world.close()
+
+    virtually(main())
+
+
+# ------------------------------------------------------------------------------------------------ several at once
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+@pytest.mark.parametrize("layout", ["pipeline", "mixed"])
+def test_two_that_vanish_at_once_cost_nothing_but_time(layout: str, moment: str) -> None:
+    async def main() -> None:
+        world = World(arrange=arranged(LAYOUTS[layout]))
+        honest = [await world.join(name) for name in ("bob", "cid", "zoe")]
+        await doom(world, "ann", MOMENTS[moment], "vanish", others=honest[:1])
+        assert_same(await go(world, decoder()))
+        assert world.here() == {"cid", "zoe"}
+        await assert_nothing_is_left(world, honest)
+        await world.close()
+
+    virtually(main())
+
+
+@pytest.mark.parametrize("has_head", [True, False], ids=["loss", "hidden"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_all_vanish_and_those_that_come_later_do_the_work(moment: str, has_head: bool) -> None:
+    """Under the names of those who were there: nothing of their former life may count."""
+
+    async def main() -> None:
+        world = World(arrange=arranged(LAYOUTS["slices"]))
+        honest = [await world.join(name) for name in ("bob", "cid")]
+        await doom(world, "ann", MOMENTS[moment], "vanish", others=honest)
+        work = asyncio.ensure_future(go(world, decoder(has_head=has_head)))
+        await world.until(lambda: any(isinstance(event, events.Paused) for event in world.events))
+        assert not world.here()
+        again = [await world.join(name) for name in ("bob", "cid", "ann")]
+        assert_same(await work, has_head)
+        await assert_nothing_is_left(world, again)
+        await world.close()
+
+    virtually(main())
+
+
+@pytest.mark.parametrize("has_head", [True, False], ids=["loss", "hidden"])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_device_that_was_alone_comes_back_and_begins_again(moment: str, has_head: bool) -> None:
+    """With the very same plan: what of it was between stages may stay, sums that were begun may not."""
+
+    async def main() -> None:
+        world = World(arrange=arranged([(1, [["ann"], ["ann"]]), (3, [["ann"]]), (1, [["ann"], ["ann"]])]))
+        await doom(world, "ann", MOMENTS[moment], "vanish")
+        work = asyncio.ensure_future(go(world, decoder(has_head=has_head)))
+        await world.until(lambda: "ann" in world.departures())
+        again = await world.join("ann")
+        assert_same(await work, has_head)
+        await assert_nothing_is_left(world, [again])
+        await world.close()
+
+    virtually(main())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_one_that_stays_is_enough_however_the_others_come_and_go(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    moments = list(MOMENTS.values())
+
+    async def main() -> None:
+        world = World(arrange=arranged(LAYOUTS["mixed"]))
+        ann = await world.join("ann")
+
+        async def come_and_go(name: str) -> None:
+            for _ in range(4):
+                moment = moments[rng.integers(len(moments))]
+                fate: Fate = FATES[rng.integers(len(FATES))]
+                device = await doom(world, name, moment, fate)
+                await asyncio.wait([device.task], timeout=20.0)
+                device.task.cancel()
+                await asyncio.wait([device.task])
+                await world.until(lambda: name not in world.here())
+                await asyncio.sleep(1.0)
+
+        others = [world.loop.create_task(come_and_go(name), name=f"life of {name}") for name in ("bob", "cid")]
+        for number in range(6):
+            assert_same(await go(world, decoder(has_head=number % 3 > 0), seed=number % 2), number % 3 > 0, number % 2)
+            await asyncio.sleep(1.0)
+        for other in others:
+            other.cancel()
+        await assert_nothing_is_left(world, [ann])
+        await world.close()
+
+    virtually(main())
+
+
+# ------------------------------------------------------------------------------------------------ what is told
+
+
+@pytest.mark.parametrize("layout", ["mates", "pipeline"])
+def test_when_a_loss_is_made_good_it_is_told_once(layout: str) -> None:
+    async def main() -> None:
+        world = World(arrange=arranged(LAYOUTS[layout]))
+        for name in ("bob", "zoe"):
+            await world.join(name)
+        await doom(world, "ann", MOMENTS["backward"], "vanish")
+        assert_same(await go(world, decoder()))
+        (event,) = [event for event in world.events if isinstance(event, events.Recovered)]
+        assert event.device == "ann"
+        assert event.blocks > 0, "some of its units had been done"
+        assert event.seconds > 0
+        await world.close()
+
+    virtually(main())
+
+
+def test_whoever_goes_when_all_it_gave_is_there_costs_nothing() -> None:
+    async def main() -> None:
+        world = World(arrange=arranged(LAYOUTS["mates"]))
+        ann, bob = [await world.join(name) for name in ("ann", "bob")]
+        assert_same(await go(world, decoder()))
+        await ann.channel.close("it has gone")
+        await world.until(lambda: "ann" in world.departures())
+        assert_same(await go(world, decoder(), seed=1), seed=1)
+        assert not recovered(world)
+        await assert_nothing_is_left(world, [bob])
+        await world.close()
+
+    virtually(main())
+
+
+def test_results_of_a_former_life_are_refused() -> None:
+    """A device that lags gives its sequences up; what it says of them when it wakes up counts no more."""
+
+    async def main() -> None:
+        world = World(arrange=arranged(LAYOUTS["mates"]))
+        bob = await world.join("bob")
+        ann = await doom(world, "ann", MOMENTS["computing"], "stall")
+        assert_same(await go(world, decoder()))
+        assert any(isinstance(event, events.DeviceLate) and event.device == "ann" for event in world.events)
+        assert world.loop.time() < STALL_S, "nobody waited for it"
+        await asyncio.sleep(2 * STALL_S)
+        assert world.here() == {"ann", "bob"}, "to be late is no fault"
+        assert_same(await go(world, decoder(), seed=1), seed=1)
+        await assert_nothing_is_left(world, [ann, bob])
+        await world.close()
+
+    virtually(main())
+
+
+def test_with_nobody_for_long_a_pass_ends_with_a_reason() -> None:
+    async def main() -> None:
+        world = World(gone_s=20.0, arrange=arranged(LAYOUTS["mates"]))
+        await doom(world, "ann", MOMENTS["backward"], "vanish")
+        with pytest.raises(FleetGoneError, match="start devices"):
+            await go(world, decoder())
+        await world.join("bob")
+        assert_same(await go(world, decoder()))
+        await world.close()
+
+    virtually(main())
+
+
+def test_a_server_that_closes_ends_passes_with_a_reason() -> None:
+    async def main() -> None:
+        world = World(arrange=arranged(LAYOUTS["mates"]))
+        await doom(world, "ann", MOMENTS["computing"], "half-open")
+        work = asyncio.ensure_future(go(world, decoder()))
+        later = asyncio.ensure_future(go(world, decoder(), seed=1))
+        await asyncio.sleep(1.0)
+        await world.close()
+        for one in (work, later):
+            with pytest.raises(FleetGoneError, match="the server closed"):
+                await one
+
+    virtually(main())
+
+
+def test_a_device_that_can_do_nothing_is_parted_with_and_the_work_waits_for_another() -> None:
+    async def main() -> None:
+        world = World(arrange=arranged(LAYOUTS["mates"]))
+
+        class Useless(DoomedChannel):
+            async def _come(self, when: Any, task: int) -> bool:
+                return when != "returning"
+
+        async def never() -> bool:
+            return False
+
+        world.dial("ann", wrap=lambda inner: Useless(inner, MOMENTS["before"], never))
+        await world.until(lambda: "ann" in world.joined())
+        work = asyncio.ensure_future(go(world, decoder()))
+        await world.until(lambda: "ann" in world.departures())
+        assert "could not do 3 tasks" in world.departures()["ann"]
+        await world.join("bob")
+        assert_same(await work)
+        await world.close()
+
+    virtually(main())

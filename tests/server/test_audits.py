@@ -1,0 +1,547 @@
+"""Lies about resident layers: who is audited is never believed wrongly, is caught, and nothing wrong is handed out.
+
+Everything is real but the network and the clock. What a pass should give is what one honest device alone gives.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import sys
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import pytest
+
+from cleave import events
+from cleave.core.audit import Policy
+from cleave.core.cost import WireFormat
+from cleave.core.fleet import Profiles
+from cleave.core.planner.column_plan import ColumnPlan, Share, Stage
+from cleave.device.replay import replay
+from cleave.errors import FleetGoneError
+from cleave.server.audits import Message, Replay
+from cleave.server.cluster import Cluster
+from cleave.transport.base import Channel, Received
+from cleave.transport.faulty import FaultyChannel
+from cleave.wire.frame import Buffer
+from cleave.wire.messages import AnyMessage, Drop, Result, Run, Store
+from cleave.wire.numbers import Matrix, NumpyCodec
+from cleave.wire.programs import Backward, Collect, Forward
+from cleave.wire.stack import Gradients
+
+sys.path.append(str(Path(__file__).parents[1] / "faults"))
+
+from stacks import decoder
+from virtual import run
+from world import Device, World
+
+LIMIT_S = 600.0
+SEQUENCES, SEQUENCE, CHUNK = 4, 6, 4
+Layout = Sequence[tuple[int, Sequence[Sequence[str]]]]
+"""Of each stage: how many sublayers, and who holds each slice."""
+LAYOUTS: dict[str, Layout] = {
+    "mates": [(5, [["ann", "eve"]])],
+    "pipeline": [(2, [["eve"]]), (3, [["ann"]])],
+    "slices": [(1, [["ann"], ["eve"]]), (3, [["bob"]]), (1, [["eve"], ["bob"]])],
+}
+HONEST = ("ann", "bob")
+Kind = Literal["forward", "backward", "collect"]
+Manner = Literal["random", "scaled", "flipped", "stale", "zeros", "one row"]
+
+
+class Watched(World):
+    """With audits."""
+
+    def __init__(
+        self,
+        layout: Layout = LAYOUTS["mates"],
+        trust: Policy = "sample",
+        *,
+        wire: WireFormat = "fp32",
+        seed: int = 0,
+        gone_s: float = 60.0,
+        replay: Replay = replay,
+    ) -> None:
+        super().__init__()
+        self.cluster = Cluster(
+            self.loop,
+            wire=wire,
+            gone_s=gone_s,
+            listener=self._hear,
+            arrange=arranged(layout),
+            trust=trust,
+            replay=replay,
+            audit_rng=np.random.default_rng(seed),
+        )
+
+    async def join_all(self, *names: str) -> None:
+        for name in names:
+            await self.join(name)
+
+    async def join_liar(self, lie: Lie) -> Device:
+        device = self.dial("eve", wrap=lambda inner: LyingChannel(inner, lie))
+        await self.until(lambda: "eve" in self.joined())
+        return device
+
+    def refused(self) -> list[str]:
+        return [event.device for event in self.events if isinstance(event, events.ResultRefused)]
+
+    def audited(self) -> Counter[str]:
+        """Units of each device."""
+        found: Counter[str] = Counter()
+        for event in self.events:
+            if isinstance(event, events.Audited):
+                found[event.device] += event.units
+        return found
+
+
+def arranged(layout: Layout) -> Callable[..., ColumnPlan]:
+    """Always this, as far as its devices are there; a column nobody is left for goes to all who are."""
+
+    def arrange(profiles: Profiles, sublayers: Sequence[Any], **_: object) -> ColumnPlan:
+        place = {name: index for index, name in enumerate(profiles.names)}
+        stages: list[Stage] = []
+        first = 0
+        for count, slices in layout:
+            columns = [[name for name in column if name in place] or list(place) for column in slices]
+            shares = tuple(tuple(Share(place[name], 1.0) for name in column) for column in columns)
+            if first < len(sublayers):
+                stages.append(Stage(first=first, count=min(count, len(sublayers) - first), slices=shares))
+                first += stages[-1].count
+        return ColumnPlan(
+            stages=tuple(stages),
+            chunk=CHUNK,
+            step_s=1.0,
+            busiest_s=1.0,
+            fill_s=0.0,
+            down_bytes=0.0,
+            up_bytes=0.0,
+            limit="compute",
+        )
+
+    return arrange
+
+
+@dataclass
+class Lie:
+    kinds: Sequence[Kind]
+    manner: Manner = "scaled"
+    skip: int = 0
+    """So many results of these kinds are right, before."""
+    most: int = 1 << 30
+    """So many are wrong."""
+    rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(3))
+    is_on: bool = True
+    told: int = 0
+    before: dict[tuple[int, ...], Matrix] = field(default_factory=dict)
+
+    def spoil(self, values: Matrix) -> Matrix:
+        stale, self.before[values.shape] = self.before.get(values.shape, np.roll(values, 1)), values
+        self.skip -= 1
+        if not self.is_on or self.skip >= 0 or self.told == self.most:
+            return values
+        self.told += 1
+        match self.manner:
+            case "random":
+                return self.rng.normal(0, values.std(), values.shape).astype(np.float32)
+            case "scaled":
+                return values * np.float32(1.1)
+            case "flipped":
+                return -values
+            case "stale":
+                return stale
+            case "zeros":
+                return np.zeros_like(values)
+            case "one row":
+                return np.concatenate([values[:-1], values[-1:] * np.float32(1.1)])
+
+
+class LyingChannel(FaultyChannel):
+    """Between an honest worker and the server."""
+
+    def __init__(self, inner: Channel, lie: Lie) -> None:
+        super().__init__(inner, (), np.random.default_rng(0))
+        self._lie = lie
+        self._kinds: dict[int, Kind] = {}
+        self.heard: list[AnyMessage] = []
+
+    async def receive(self) -> Received:
+        received = await super().receive()
+        if isinstance(received.message, Run):
+            self._kinds[received.message.task] = _kind(received.message.program)
+        if isinstance(received.message, Run | Store | Drop):
+            self.heard.append(received.message)
+        return received
+
+    async def send(self, message: AnyMessage, payload: Buffer = b"") -> None:
+        if (
+            isinstance(message, Result)
+            and self._kinds[message.task] in self._lie.kinds
+            and message.rows * message.cols > 1
+        ):
+            values, codec = np.empty((message.rows, message.cols), dtype=np.float32), NumpyCodec()
+            codec.decode_into(payload, message.format, values)
+            payload = codec.encode(self._lie.spoil(values), message.format).data
+        await super().send(message, payload)
+
+
+def _kind(program: object) -> Kind:
+    match program:
+        case Forward():
+            return "forward"
+        case Backward():
+            return "backward"
+        case _:
+            assert isinstance(program, Collect)
+            return "collect"
+
+
+# ------------------------------------------------------------------------------------------------ a pass
+
+
+async def go(world: World, *, has_head: bool = True, seed: int = 0) -> tuple[Matrix, Gradients]:
+    """A batch forward and back; without a head from a gradient that is drawn."""
+    model = decoder(has_head=has_head)
+    batch = model.batch(world.cluster, seed=seed, sequences=SEQUENCES, sequence=SEQUENCE)
+    running = world.cluster.run(model.stack, batch)
+    outputs = await asyncio.wrap_future(running.outputs)
+    dy = None
+    if not has_head:
+        dy = np.random.default_rng(seed + 100).normal(0, 1, outputs.shape).astype(np.float32)
+    return outputs.copy(), await asyncio.wrap_future(running.backward(dy))
+
+
+async def evaluate(world: World, sequences: int = SEQUENCES) -> Matrix:
+    model = decoder()
+    batch = model.batch(world.cluster, sequences=sequences, sequence=SEQUENCE, is_trained=False, wants_dx=False)
+    return await asyncio.wrap_future(world.cluster.run(model.stack, batch).outputs)
+
+
+@functools.cache
+def expected(has_head: bool, seed: int, wire: WireFormat) -> tuple[Matrix, Gradients]:
+    async def main() -> tuple[Matrix, Gradients]:
+        world = Watched([(5, [["ann"]])], "none", wire=wire)
+        await world.join("ann")
+        found = await go(world, has_head=has_head, seed=seed)
+        await world.close()
+        return found
+
+    return run(main(), limit_s=LIMIT_S)
+
+
+def virtually(main: Coroutine[object, object, None]) -> None:
+    for has_head in (True, False):
+        for seed in (0, 1):
+            expected(has_head, seed, "fp32")  # in a loop of its own, before this one
+    run(main, limit_s=LIMIT_S)
+
+
+def assert_same(found: tuple[Matrix, Gradients], *, has_head: bool = True, seed: int = 0) -> None:
+    (outputs, gradients), (those, these) = found, expected(has_head, seed, "fp32")
+    assert gradients.dx is not None
+    assert these.dx is not None
+    pairs = [(outputs, those), (gradients.dx, these.dx), *zip(gradients.parameters, these.parameters, strict=True)]
+    largest = max(float(np.abs(theirs).max()) for _, theirs in pairs if theirs is not None)
+    for ours, theirs in pairs:
+        assert ours is not None
+        assert theirs is not None
+        atol = 2e-5 * max(float(np.abs(theirs).max()), 0.1 * largest)  # some gradients are nothing but rounding
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=atol)
+
+
+# ------------------------------------------------------------------------------------------------ the honest
+
+
+@pytest.mark.parametrize("has_head", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_whoever_is_honest_is_found_right_and_nothing_else_changes(layout: str, has_head: bool) -> None:
+    async def main() -> None:
+        world = Watched(LAYOUTS[layout], "strict")
+        await world.join_all(*HONEST, "eve")
+        for seed in (0, 1):
+            assert_same(await go(world, has_head=has_head, seed=seed), has_head=has_head, seed=seed)
+        assert not world.refused()
+        assert all(member.trust.suspicion == 0 for member in world.cluster.here())
+        await world.close()
+
+    virtually(main())
+
+
+@pytest.mark.parametrize("wire", get_args(WireFormat))
+def test_whoever_is_honest_is_found_right_on_every_wire(wire: WireFormat) -> None:
+    async def main() -> None:
+        world = Watched(LAYOUTS["slices"], "strict", wire=wire)
+        await world.join_all(*HONEST, "eve")
+        for seed in range(3):
+            await go(world, seed=seed)
+        assert world.audited().keys() == {*HONEST, "eve"}
+        assert not world.refused()
+        await world.close()
+
+    virtually(main())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strict_audits_every_unit_of_every_pass(layout: str) -> None:
+    chunks = -(-SEQUENCE // CHUNK)
+    units = 2 * chunks * SEQUENCES * sum(len(slices) for _, slices in LAYOUTS[layout])
+
+    async def main() -> None:
+        world = Watched(LAYOUTS[layout], "strict")
+        await world.join_all(*HONEST, "eve")
+        for number in (1, 2, 3):
+            await go(world)
+            assert world.audited().total() == number * units
+        assert world.cluster.totals().audited_units == 3 * units
+        await evaluate(world)
+        assert world.audited().total() == 3 * units + units // 2
+        await world.close()
+
+    virtually(main())
+
+
+def test_of_devices_that_were_found_right_only_a_sample_is_audited() -> None:
+    async def main() -> None:
+        world = Watched(LAYOUTS["pipeline"])
+        await world.join_all("ann", "eve")
+        await go(world)
+        assert world.audited().keys() == {"ann", "eve"}, "newcomers are"
+        before = len(world.events)
+        for _ in range(60):
+            await evaluate(world, sequences=1)
+        audits = sum(isinstance(event, events.Audited) for event in world.events[before:])
+        assert 1 <= audits <= 8, "two per cent of 120"
+        await world.close()
+
+    virtually(main())
+
+
+def test_none_audits_nothing() -> None:
+    async def main() -> None:
+        world = Watched(trust="none")
+        await world.join_all("ann", "eve")
+        await go(world)
+        assert not world.audited()
+        await world.close()
+
+    virtually(main())
+
+
+def test_no_message_tells_a_device_that_it_is_audited() -> None:
+    async def heard(trust: Policy) -> list[AnyMessage]:
+        world = Watched(LAYOUTS["slices"], trust)
+        await world.join_all(*HONEST)
+        device = await world.join_liar(Lie((), "zeros"))
+        await go(world)
+        await asyncio.sleep(1.0)  # virtual, until all has been said
+        await world.close()
+        assert bool(world.audited()) == (trust == "strict")
+        assert isinstance(device.channel, LyingChannel)
+        return device.channel.heard
+
+    assert run(heard("none"), limit_s=LIMIT_S) == run(heard("strict"), limit_s=LIMIT_S)
+
+
+# ------------------------------------------------------------------------------------------------ liars
+
+
+@pytest.mark.parametrize("manner", get_args(Manner))
+@pytest.mark.parametrize("kind", get_args(Kind))
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_lie_is_caught_and_the_pass_is_right_without_the_liar(layout: str, kind: Kind, manner: Manner) -> None:
+    async def main() -> None:
+        world = Watched(LAYOUTS[layout])
+        await world.join_all(*HONEST)
+        lie = Lie((kind,), manner)
+        await world.join_liar(lie)
+        assert_same(await go(world))
+        assert lie.told
+        assert world.refused() == ["eve"]
+        assert {member.name: member.wrong for member in world.cluster.here()} == {"ann": 0, "bob": 0, "eve": 1}
+        await world.close()
+
+    virtually(main())
+
+
+@pytest.mark.parametrize("skip", range(0, 12, 3))
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_a_single_wrong_result_is_caught(kind: Kind, skip: int) -> None:
+    """The gradient of one tensor among others, one chunk of one sequence."""
+
+    async def main() -> None:
+        world = Watched(LAYOUTS["pipeline"])
+        await world.join_all(*HONEST)
+        lie = Lie((kind,), skip=skip if kind == "collect" else skip // 3, most=1)
+        await world.join_liar(lie)
+        assert_same(await go(world))
+        assert lie.told == 1
+        assert world.refused() == ["eve"]
+        await world.close()
+
+    virtually(main())
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_without_a_loss_outputs_and_gradients_are_right_too(kind: Kind) -> None:
+    async def main() -> None:
+        world = Watched(LAYOUTS["pipeline"])
+        await world.join_all(*HONEST)
+        await world.join_liar(Lie((kind,)))
+        assert_same(await go(world, has_head=False), has_head=False)
+        assert "eve" in world.refused()
+        await world.close()
+
+    virtually(main())
+
+
+def test_a_loss_without_gradients_is_right_too() -> None:
+    async def main() -> None:
+        world = Watched(LAYOUTS["pipeline"])
+        await world.join_all(*HONEST)
+        await world.join_liar(Lie(("forward",)))
+        np.testing.assert_allclose(await evaluate(world), expected(True, 0, "fp32")[0], rtol=0, atol=1e-4)
+        assert world.refused() == ["eve"]
+        await world.close()
+
+    virtually(main())
+
+
+def test_who_always_lies_is_quarantined_and_nothing_it_did_was_ever_used() -> None:
+    async def main() -> None:
+        world = Watched()
+        await world.join_all(*HONEST)
+        await world.join_liar(Lie(("collect",)))
+        for number in range(4):
+            assert_same(await go(world, seed=number % 2), seed=number % 2)
+        assert "quarantined" in world.departures()["eve"]
+        assert world.here() == set(HONEST)
+        await world.close()
+
+    virtually(main())
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_who_lies_once_in_a_while_is_quarantined_in_the_end(seed: int) -> None:
+    async def main() -> None:
+        world = Watched(LAYOUTS["pipeline"], seed=seed)
+        await world.join("ann")
+        lie, moods = Lie(("forward",), "flipped", is_on=False), np.random.default_rng(seed)
+        await world.join_liar(lie)
+        passes = 0
+        while "eve" in world.here():
+            passes += 1
+            assert passes < 2000
+            await evaluate(world, sequences=1)
+            lie.is_on = bool(moods.random() < 0.5)
+        assert "quarantined" in world.departures()["eve"]
+        assert set(world.refused()) == {"eve"}
+        await world.close()
+
+    virtually(main())
+
+
+def test_a_liar_who_leaves_before_it_is_read_is_known_when_it_returns() -> None:
+    async def main() -> None:
+        world = Watched(LAYOUTS["pipeline"])
+        await world.join_all(*HONEST)
+        lie = Lie(("forward",))
+        device = await world.join_liar(lie)
+        running = asyncio.ensure_future(go(world))
+        while lie.told < 4:
+            await asyncio.sleep(1e-4)  # virtual
+        await device.channel.close("it has seen enough")
+        assert_same(await running)
+        assert world.refused() == ["eve"]
+        await world.join("eve")
+        suspicion = next(member.trust.suspicion for member in world.cluster.here() if member.name == "eve")
+        assert suspicion > 0.5
+        await world.close()
+
+    virtually(main())
+
+
+# ------------------------------------------------------------------------------------------------ alone
+
+
+def test_who_is_alone_and_lied_once_does_it_again() -> None:
+    async def main() -> None:
+        world = Watched()
+        await world.join_liar(Lie(("backward",), most=1))
+        assert_same(await go(world))
+        assert world.refused() == ["eve"]
+        assert world.audited()["eve"] == 2 * 2 * 2 * SEQUENCES, "both times all of it"
+        await world.close()
+
+    virtually(main())
+
+
+def test_nothing_comes_of_a_liar_who_is_alone() -> None:
+    async def main() -> None:
+        world = Watched(gone_s=5.0)
+        await world.join_liar(Lie(("collect",)))
+        with pytest.raises(FleetGoneError):
+            await go(world)
+        assert world.refused() == ["eve"] * 3
+        await world.close()
+
+    virtually(main())
+
+
+# ------------------------------------------------------------------------------------------------ at the same time
+
+
+@pytest.mark.parametrize("is_liar", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_device_may_leave_while_it_is_audited(layout: str, is_liar: bool) -> None:
+    async def main() -> None:
+        device: Device
+
+        def leaving(inbox: Iterable[Message]) -> Iterator[Matrix]:
+            world.loop.create_task(device.channel.close("it leaves"))
+            return replay(inbox)
+
+        world = Watched(LAYOUTS[layout], replay=leaving)
+        await world.join_all(*HONEST)
+        device = await world.join_liar(Lie(("collect",) if is_liar else ()))
+        assert_same(await go(world))
+        assert world.here() == set(HONEST)
+        assert_same(await go(world, seed=1), seed=1)
+        assert world.refused() == (["eve"] if is_liar else [])
+        await world.close()
+
+    virtually(main())
+
+
+def test_a_server_that_closes_waits_for_no_audit() -> None:
+    async def main() -> None:
+        def closing(inbox: Iterable[Message]) -> Iterator[Matrix]:
+            world.loop.create_task(world.cluster.close("it is over", rejoin=False))
+            return replay(inbox)
+
+        world = Watched(replay=closing)
+        await world.join("ann")
+        with pytest.raises(FleetGoneError):
+            await go(world)
+        await world.close()
+
+    virtually(main())
+
+
+def test_an_audit_that_cannot_be_made_ends_the_pass() -> None:
+    async def main() -> None:
+        def failing(inbox: Iterable[Message]) -> Iterator[Matrix]:
+            raise MemoryError
+
+        world = Watched(replay=failing)
+        await world.join("ann")
+        with pytest.raises(Exception, match="could not be audited"):
+            await go(world)
+        assert not world.refused()
+        await world.close()
+
+    virtually(main())

@@ -1,0 +1,202 @@
+"""However a model is cut and laid on devices, its losses and gradients are torch's own.
+
+Families with their seams (grouped and tied heads, windows, biases, matrices side by side) against arrangements drawn
+at random, and against those the planner makes when no device could hold the model.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from in_process import ROOMY, InProcess, anyhow
+from torch import nn
+
+from cleave.train.distribute import distribute
+
+sys.path.append(str(Path(__file__).parents[1] / "train"))
+
+from decoders import NAMES, make, tokens
+
+pytestmark = pytest.mark.timeout(60)
+ALLOWED = 1e-4
+DEVICES = (1, 3, 5)
+
+
+def resident(model: nn.Module, devices: InProcess, **options: Any) -> Any:
+    return distribute(model, devices.cluster, **{"offload": "always", "grain": "resident", **options})
+
+
+def pair(name: str, devices: InProcess) -> tuple[Any, Any]:
+    """The same model twice: on devices, and by itself."""
+    reference = make(name)
+    return resident(copy.deepcopy(reference), devices), reference
+
+
+def padded(side: str, length: int = 12) -> dict[str, torch.Tensor]:
+    batch, mask = tokens(3, 3, length), torch.ones(3, length, dtype=torch.long)
+    for row, pads in enumerate((0, 3, 7)):
+        mask[row, slice(0, pads) if side == "left" else slice(length - pads, length)] = 0
+    return {"input_ids": batch, "attention_mask": mask, "labels": batch.masked_fill(mask == 0, -100)}
+
+
+def assert_same_gradients(model: nn.Module, reference: nn.Module, allowed: float = ALLOWED) -> None:
+    """Relative to a gradient's largest entry; biases of keys have none but rounding."""
+    for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if theirs.grad is not None and not name.endswith("k_proj.bias"):
+            assert ours.grad is not None
+            off = (ours.grad - theirs.grad).abs().max() / theirs.grad.abs().max()
+            assert off < allowed, f"{name}: {off:.1e}"
+
+
+def assert_trains_alike(model: nn.Module, reference: nn.Module, allowed: float = ALLOWED, **batch: Any) -> None:
+    losses = [one(**batch).loss for one in (model, reference)]
+    for loss in losses:
+        loss.backward()
+    assert losses[0].item() == pytest.approx(losses[1].item(), rel=allowed)
+    assert_same_gradients(model, reference, allowed)
+
+
+def batches(index: int, sequences: int = 3) -> dict[str, torch.Tensor]:
+    return {"input_ids": tokens(index, sequences), "labels": tokens(index, sequences)}
+
+
+# ------------------------------------------------------------------------------------------------ any arrangement
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("devices", DEVICES)
+def test_every_gradient_is_torchs_however_a_model_is_cut(name: str, devices: int) -> None:
+    """Each time another arrangement: a plan is made anew for another batch size."""
+    with InProcess([ROOMY] * devices, arrange=anyhow(devices)) as fleet:
+        model, reference = pair(name, fleet)
+        for index in range(4):
+            for one in (model, reference):
+                one.zero_grad()
+            assert_trains_alike(model, reference, **batches(index, sequences=index + 1))
+        assert len(fleet.plans) >= 4
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 12, 40])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_changes_nothing_in_any_chunks(side: str, chunk: int) -> None:
+    for name in ("llama", "opt"):
+        with InProcess([ROOMY] * 3, arrange=anyhow(chunk, chunk)) as fleet:
+            assert_trains_alike(*pair(name, fleet), **padded(side))
+
+
+@pytest.mark.parametrize("name", ["llama-biased-tied", "mistral", "gpt2"])
+def test_without_labels_hidden_states_come_back_and_gradients_go_in(name: str) -> None:
+    with InProcess([ROOMY] * 3, arrange=anyhow(11)) as fleet:
+        model, reference = pair(name, fleet)
+        for one in (model, reference):
+            logits = one(input_ids=tokens(0)).logits
+            (logits[..., 1:5].square().sum() + logits.logsumexp(-1).mean()).backward()
+        assert_same_gradients(model, reference)
+        assert fleet.plans
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_evaluation_is_the_same(name: str) -> None:
+    with InProcess([ROOMY] * 3, arrange=anyhow(3)) as fleet:
+        model, reference = pair(name, fleet)
+        for one in (model, reference):
+            one.eval()
+        with torch.no_grad():
+            ours, theirs = (one(input_ids=tokens(1), labels=tokens(1), use_cache=False) for one in (model, reference))
+        torch.testing.assert_close(ours.logits, theirs.logits, rtol=1e-4, atol=1e-5)
+        assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-5)
+
+
+def test_gradients_add_up_over_batches() -> None:
+    with InProcess([ROOMY] * 3, arrange=anyhow(4)) as fleet:
+        model, reference = pair("qwen2", fleet)
+        for index in range(3):
+            for one in (model, reference):
+                (one(**batches(index, index + 1)).loss / 3).backward()
+        assert_same_gradients(model, reference)
+
+
+def test_several_threads_may_have_batches_on_their_way() -> None:
+    with InProcess([ROOMY] * 3, arrange=anyhow(5)) as fleet:
+        model, reference = pair("llama", fleet)
+        with ThreadPoolExecutor(3) as pool:
+            done = [pool.submit(lambda index=index: model(**batches(index)).loss.backward()) for index in range(6)]
+            for one in done:
+                one.result()
+        for index in range(6):
+            reference(**batches(index)).loss.backward()
+        assert_same_gradients(model, reference)
+
+
+def test_adapters_alone_are_trained_where_only_they_are(recwarn: pytest.WarningsRecorder) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
+
+    def lora() -> Any:
+        torch.manual_seed(2)
+        model = get_peft_model(make("llama"), LoraConfig(r=3, target_modules=targets, lora_dropout=0.0))  # type: ignore[arg-type]
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(0, 0.1)
+        return model
+
+    with InProcess([ROOMY] * 3, arrange=anyhow(6)) as fleet:
+        model, reference = resident(lora(), fleet), lora()
+        for index in range(3):
+            for one in (model, reference):
+                one.zero_grad()
+            assert_trains_alike(model, reference, **batches(index, index + 1))
+
+
+def test_over_a_smaller_wire_gradients_stay_near() -> None:
+    with InProcess([ROOMY] * 3, wire="bf16", arrange=anyhow(7)) as fleet:
+        model, reference = pair("llama", fleet)
+        losses = [one(**batches(0)).loss for one in (model, reference)]
+        for loss in losses:
+            loss.backward()
+        assert losses[0].item() == pytest.approx(losses[1].item(), rel=1e-2)
+        for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+            off = (ours.grad - theirs.grad).norm() / theirs.grad.norm()
+            assert off < 0.05
+
+
+# ------------------------------------------------------------------------------------------------ training
+
+
+STEPS = 20
+
+
+def losses(model: nn.Module) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    seen: list[float] = []
+    for step in range(STEPS):
+        loss = model(**batches(step % 3)).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[list[float]]:
+    yield losses(make("llama"))
+
+
+@pytest.mark.parametrize("devices", DEVICES)
+def test_losses_over_many_steps_are_torchs(devices: int, plain: list[float]) -> None:
+    with InProcess([ROOMY] * devices, arrange=anyhow(20 + devices, chunk=5)) as fleet:
+        ours = losses(resident(make("llama"), fleet))
+    assert plain[-1] < 0.9 * plain[0], "the model must really learn"
+    assert ours == pytest.approx(plain, abs=1e-4)
