@@ -32,7 +32,7 @@ bench-live: .venv/ready
 
 fuzz: .venv/ready
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[fuzz]'
-	for target in header frames stream; do \
+	for target in header frames stream device; do \
 		$(BIN)/python fuzz/decoders.py $$target -max_total_time=$(FUZZ_S) || exit 1; \
 	done
 

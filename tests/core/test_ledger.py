@@ -762,6 +762,7 @@ def task(
     seconds: float = 0.0,
     of: int | None = None,
     at: Rectangle = WHOLE,
+    is_bound: bool = False,
 ) -> Task:
     """Two rows of three; or a hedge of a region, or of a part of it. Takes a quick device so many seconds."""
     return Task(
@@ -776,6 +777,7 @@ def task(
         region=None if of is None else TaskId(of),
         top=at.top,
         left=at.left,
+        is_bound=is_bound,
     )
 
 
@@ -1296,3 +1298,55 @@ def test_a_device_whose_bytes_move_gets_more_time() -> None:
         now += TICK_S
     ledger.handle(DeviceMoved(ANN), now)
     assert not any(isinstance(command, Overdue) for command in ledger.handle(Tick(), now + TICK_S))
+
+
+# ------------------------------------------------------------------------------------------------ bound to a device
+
+
+def test_tasks_bound_to_a_late_device_stay_there_and_others_move() -> None:
+    server = Server(ann=40, bob=100)
+    running, waiting = task(1, W, is_bound=True), task(2, operand(3, 20), is_bound=True)
+    free = task(3, operand(4, 20))
+    server.submit(running, waiting, free)
+    assert server.wait(1.0) == [Late(ANN), Orphan(free, (WHOLE,), True)]
+    assert server.ledger.unfinished(ANN) == 2
+    assert Start(waiting, (OperandId(3),)) in server.result(running), "and go on where they were"
+
+
+def test_bound_tasks_of_a_device_that_leaves_are_orphans() -> None:
+    server = Server(ann=100, bob=100)
+    server.submit(one := task(1, X, is_bound=True))
+    assert server.tell(DeviceLeft(ANN)) == [Orphan(one, (WHOLE,), True)]
+
+
+def test_a_bound_task_that_lets_its_deadline_pass_ends_its_devices_stay() -> None:
+    server = Server(ann=100, bob=100)
+    server.submit(one := task(1, X, is_bound=True))
+    assert only(server.wait(60.0), Overdue).task == one
+
+
+MADE = Operand(id=OperandId(7), bytes=70, is_made=True)
+
+
+def test_what_a_device_makes_is_not_sent() -> None:
+    server = Server(ann=100)
+    assert server.submit(one := task(1, X, MADE, is_bound=True)) == [Start(one, (X.id,))]
+
+
+def test_who_waits_for_the_room_of_what_a_device_made_starts_when_it_is_released() -> None:
+    server = Server(ann=100)
+    first, second = task(1, X, MADE, is_bound=True), task(2, operand(3, 40), is_bound=True)
+    server.submit(first, second)
+    done = server.ledger.handle(ResultArrived(ANN, first.id, WHOLE), server.now)
+    assert not [command for command in done if isinstance(command, Start)], "what it made is kept"
+    assert Start(second, (OperandId(3),)) in server.tell(OperandsReleased((MADE.id,)))
+
+
+def test_who_fits_starts_where_the_next_in_line_waits_for_room_that_only_others_can_free() -> None:
+    """As reading an accumulator does, which stands behind units that need another one."""
+    server = Server(ann=100)
+    server.submit(first := task(1, X, MADE, is_bound=True))
+    server.submit(large := task(2, operand(3, 40), is_bound=True), small := task(3, MADE, priority=2, is_bound=True))
+    done = server.ledger.handle(ResultArrived(ANN, first.id, WHOLE), server.now)
+    assert Start(small, ()) in done
+    assert not [command for command in done if isinstance(command, Start) and command.task == large]

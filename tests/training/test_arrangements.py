@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,12 @@ import torch
 from in_process import ROOMY, InProcess, anyhow
 from torch import nn
 
+from cleave.core.planner.live_columns import plan_columns
 from cleave.train.distribute import distribute
 
 sys.path.append(str(Path(__file__).parents[1] / "train"))
 
-from decoders import NAMES, make, tokens
+from decoders import NAMES, llama, make, tokens
 
 pytestmark = pytest.mark.timeout(60)
 ALLOWED = 1e-4
@@ -77,14 +77,14 @@ def test_every_gradient_is_torchs_however_a_model_is_cut(name: str, devices: int
     """Each time another arrangement: a plan is made anew for another batch size."""
     with InProcess([ROOMY] * devices, arrange=anyhow(devices)) as fleet:
         model, reference = pair(name, fleet)
-        for index in range(4):
+        for index in range(2):
             for one in (model, reference):
                 one.zero_grad()
-            assert_trains_alike(model, reference, **batches(index, sequences=index + 1))
-        assert len(fleet.plans) >= 4
+            assert_trains_alike(model, reference, **batches(index, sequences=2 * index + 1))
+        assert len(fleet.plans) >= 2
 
 
-@pytest.mark.parametrize("chunk", [1, 5, 12, 40])
+@pytest.mark.parametrize("chunk", [1, 5, 40])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing_in_any_chunks(side: str, chunk: int) -> None:
     for name in ("llama", "opt"):
@@ -180,7 +180,7 @@ def losses(model: nn.Module) -> list[float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     seen: list[float] = []
     for step in range(STEPS):
-        loss = model(**batches(step % 3)).loss
+        loss = model(**batches(step % 3, 2)).loss
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -190,13 +190,43 @@ def losses(model: nn.Module) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def plain() -> Iterator[list[float]]:
-    yield losses(make("llama"))
+def plain() -> list[float]:
+    return losses(make("llama"))
 
 
 @pytest.mark.parametrize("devices", DEVICES)
 def test_losses_over_many_steps_are_torchs(devices: int, plain: list[float]) -> None:
-    with InProcess([ROOMY] * devices, arrange=anyhow(20 + devices, chunk=5)) as fleet:
+    with InProcess([ROOMY] * devices, arrange=anyhow(20 + devices, chunk=8)) as fleet:
         ours = losses(resident(make("llama"), fleet))
     assert plain[-1] < 0.9 * plain[0], "the model must really learn"
     assert ours == pytest.approx(plain, abs=1e-4)
+
+
+# ------------------------------------------------------------------------------------------------ the planner's own
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("devices", DEVICES)
+def test_what_the_planner_arranges_gives_torchs_gradients(name: str, devices: int) -> None:
+    with InProcess([ROOMY] * devices, arrange=plan_columns) as fleet:
+        assert_trains_alike(*pair(name, fleet), **batches(0, 4))
+        assert fleet.plans
+
+
+def wide() -> nn.Module:
+    """Some 16 MB with its gradients, more than each device below lends."""
+    torch.manual_seed(4)
+    return llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=2).train()
+
+
+@pytest.mark.parametrize("devices", [3, 5])
+def test_a_model_that_no_device_could_hold_trains_on_all_of_them(devices: int) -> None:
+    model = wide()
+    trained = 2 * 4 * sum(p.numel() for name, p in model.named_parameters() if "embed" not in name)
+    share = trained // 2 + 4_000_000  # what devices take to work in
+    assert share < trained
+    with InProcess([share] * devices, arrange=plan_columns) as fleet:
+        assert_trains_alike(resident(copy.deepcopy(model), fleet), model, **batches(1, 4))
+        (plan, *_) = fleet.plans
+        assert len(plan.stages) > 1 or len(plan.stages[0].slices) > 1, "it was cut"
+        assert len({device for stage in plan.stages for device in stage.devices}) > 1

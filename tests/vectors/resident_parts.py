@@ -42,7 +42,8 @@ def llama_block() -> Json:
     talk = Talk(seed=1)
     attention = talk.maker.attention(4, 2, HEAD_DIM, "rms", is_rotary=True, **PLAIN)
     mlp = talk.maker.mlp(6, "rms", "silu", gated=True, **PLAIN)
-    way = Way(talk=talk, parts=(attention, mlp), x=talk.draw(), dy=talk.draw(), rotary=rotary_table(ROWS + 2, HEAD_DIM))
+    rotary = rotary_table(10, HEAD_DIM)[[9, 0, 1, 3, 4, 5, 8, 2]]  # with gaps: else where it begins would not matter
+    way = Way(talk=talk, parts=(attention, mlp), x=talk.draw(), dy=talk.draw(), rotary=rotary)
     talk.run(Hold(operands=tuple(talk.maker.trained)), np.zeros((1, 1)))
     totals = way.go(talk.maker.trained)
     way.state = talk.bench.number()

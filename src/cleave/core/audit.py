@@ -95,7 +95,7 @@ def _judged(found: Matrix, expected: Matrix, format: WireFormat, least: float) -
 
 def _sure(expected: Matrix, format: WireFormat) -> tuple[Floats, NDArray[np.bool_]]:
     """What can be judged, the rest being zero, and which rows that is."""
-    is_known = (np.abs(expected) < _ALMOST_TOO_LARGE[format]).all(axis=1, keepdims=True)
+    is_known = np.less(np.abs(expected).max(axis=1, keepdims=True), _ALMOST_TOO_LARGE[format])
     return np.where(is_known, expected, 0.0).astype(np.float64), is_known
 
 

@@ -32,8 +32,8 @@ Frame = Literal["inner-side-side", "side-inner-side", "side-side-inner"]
 SERVER_DOWN_BYTES_PER_S, SERVER_UP_BYTES_PER_S = 2.7e9, 0.93e9
 """Measured for messages of 4 MB through uvicorn: 0.37 and 1.07 s of a core for each GB."""
 THIN_ROWS = 40
-"""Rows that take as long to multiply as their weights take to read. Blocks of a Llama in numpy, hidden 512: 16 rows at a
-time ran at 20 GFLOP/s, 64 at 45, 256 at 60."""
+"""Rows that take as long to multiply as their weights take to read. Blocks of a Llama in numpy, hidden 512: 16 rows at
+a time ran at 20 GFLOP/s, 64 at 45, 256 at 60."""
 TILE_BYTES = 16e6
 """Working tiles beside the operands: sub-blocks being multiplied and results waiting for the uplink."""
 PANEL = 256

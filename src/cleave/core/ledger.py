@@ -99,6 +99,14 @@ class _Device:
     busy_until: float = 0.0
     is_late: bool = False
 
+    def take(self, task: Task) -> None:
+        """Out of its line."""
+        if self.waiting[0][2] is task:
+            heapq.heappop(self.waiting)
+        else:
+            self.waiting = [entry for entry in self.waiting if entry[2] is not task]
+            heapq.heapify(self.waiting)
+
     def line(self) -> list[Task]:
         return [task for _, _, task in sorted(self.waiting, key=lambda entry: entry[:2])]
 
@@ -186,7 +194,7 @@ class Ledger:
             case RegionsAbandoned(regions):
                 return self._abandon(regions, now)
             case OperandsReleased(operands):
-                return self._release(operands)
+                return self._release(operands, now)
             case Tick():
                 return self._tick(now)
 
@@ -252,12 +260,12 @@ class Ledger:
             return [Refuse(name, f"a failure of task {id}, which this device does not have", not is_past)]
         return [*self._withdraw([entry.task], now), *self._lose(entry.task)]
 
-    def _release(self, operands: tuple[OperandId, ...]) -> list[Command]:
+    def _release(self, operands: tuple[OperandId, ...], now: float) -> list[Command]:
         commands: list[Command] = []
         for name, device in self._devices.items():
             free = device.shelf.release(operands)
             if free:
-                commands.append(Forget(name, free))
+                commands += [Forget(name, free), *self._start(device, now)]
         return commands
 
     def _tick(self, now: float) -> list[Command]:
@@ -410,11 +418,17 @@ class Ledger:
             task = device.waiting[0][2]
             missing = device.shelf.missing(task)
             dropped = device.shelf.place(task)
+            if dropped is None and not device.running:  # it waits for room that only others can free
+                for task in device.line()[1:]:
+                    missing = device.shelf.missing(task)
+                    dropped = device.shelf.place(task)
+                    if dropped is not None:
+                        break
             if dropped is None:
                 break
             if dropped:
                 commands.append(Forget(task.device, dropped))
-            heapq.heappop(device.waiting)
+            device.take(task)
             down_bytes = sum(operand.wire_bytes for operand in missing)
             expected_s = device.pace.seconds(down_bytes, task.flops * task.effort, task.up_bytes)
             for other in device.running.values():
@@ -449,7 +463,8 @@ class Ledger:
             device.shelf.check(entry.task for entry in device.running.values())
             assert all(entry.owed for entry in device.running.values()), "a task with nothing owed is over"
             assert len(device.running) <= IN_FLIGHT
-            assert device.running or not device.waiting, "a device with work waiting has work"
+            fits = [task for task in device.line() if device.shelf.has_room_for(task)]
+            assert device.running or not fits, "a device with work waiting that fits has work"
 
     def _live(self) -> Iterator[tuple[TaskId, Task]]:
         for device in self._devices.values():

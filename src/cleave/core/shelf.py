@@ -31,6 +31,14 @@ class Shelf:
     def can_ever_fit(self, task: Task) -> bool:
         return sum(operand.bytes for operand in task.operands) + task.result_bytes <= self.memory_bytes
 
+    def has_room_for(self, task: Task) -> bool:
+        """Now, with all dropped that may be."""
+        mine = {operand.id for operand in task.operands}
+        stays = sum(size for id, size in self._held.items() if id in self._pins or id in self._made or id in mine)
+        results = self.used_bytes - sum(self._held.values())
+        new = sum(operand.bytes for operand in task.operands if operand.id not in self._held)
+        return stays + results + new + task.result_bytes <= self.memory_bytes
+
     def missing(self, task: Task) -> tuple[Operand, ...]:
         """What is to be sent for it."""
         return tuple(operand for operand in task.operands if operand.id not in self and not operand.is_made)

@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from cleave.core.cost import WIRE_BYTES, WireFormat
+from cleave.core.cost import THIN_ROWS, WIRE_BYTES, WireFormat
 from cleave.core.fleet import Floats, Ints
 from cleave.core.shapes import ModelShape
 
@@ -64,6 +64,18 @@ class Terms:
     """K, V and their gradients, per token of an open sequence and number of K"""
     working_bytes: float
     """activations on the device"""
+    inner_numbers: float
+    """at work per row of a chunk: of the widest inner activation, of the head's logits, of hidden numbers"""
+    head_numbers: float
+    hidden_numbers: float
+    entering_numbers: float
+    """per row and sublayer of a run: what entered it"""
+    tables_bytes: float
+    """per row of a sequence: positions, mask"""
+    runtime_bytes: float
+    """a device's own buffers beside everything counted here"""
+    thin_rows: float
+    """rows that take as long as reading their weights; 0: reading takes what memory allows"""
 
 
 def live_terms(wire: WireFormat) -> Terms:
@@ -77,6 +89,13 @@ def live_terms(wire: WireFormat) -> Terms:
         accumulator_bytes=4,
         state_bytes=16,
         working_bytes=4,
+        inner_numbers=8,
+        head_numbers=1,
+        hidden_numbers=12,
+        entering_numbers=1,
+        tables_bytes=1028,
+        runtime_bytes=0,
+        thin_rows=THIN_ROWS,
     )
 
 
@@ -91,6 +110,13 @@ def lean_terms(wire: WireFormat) -> Terms:
         accumulator_bytes=2,
         state_bytes=12,
         working_bytes=2,
+        inner_numbers=4,
+        head_numbers=4,
+        hidden_numbers=6,
+        entering_numbers=0,
+        tables_bytes=0,
+        runtime_bytes=RUNTIME_BYTES,
+        thin_rows=0,
     )
 
 
@@ -134,7 +160,7 @@ class Stack:
     sums: Floats
     """params, trained, kv_width, attention inner, heads: one row each, one column per cut"""
     widest: Floats
-    """[first, last]: the widest inner activation of sublayers first..last"""
+    """[first, last]: numbers at work inside the widest of sublayers first..last, per row"""
 
     def __len__(self) -> int:
         return len(self.sublayers)
@@ -151,7 +177,8 @@ def stack(sublayers: Sequence[Sublayer], *, hidden: int, sequence: int, terms: T
         (s.params, s.trained, s.kv_width, s.inner if s.kind == "attention" else 0, 1 if s.kind == "head" else 0)
         for s in sublayers
     ]
-    inner = np.array([s.inner for s in sublayers], dtype=np.float64)
+    weights = {"attention": terms.inner_numbers, "mlp": terms.inner_numbers, "head": terms.head_numbers}
+    inner = np.array([weights[s.kind] * s.inner for s in sublayers], dtype=np.float64)
     widest = np.maximum.accumulate(np.triu(np.tile(inner, (len(inner), 1))), axis=1)
     sums = np.concatenate([np.zeros((5, 1)), np.cumsum(np.array(rows, dtype=np.float64).T, axis=1)], axis=1)
     return Stack(sublayers=tuple(sublayers), hidden=hidden, sequence=sequence, terms=terms, sums=sums, widest=widest)
@@ -165,7 +192,8 @@ def units(of: Stack, first: Ints, count: Ints, slices: Ints, *, chunk: int) -> U
     has_head, has_attention = heads > 0, looking > 0
     row_bytes = of.hidden * terms.activation_bytes
     scores = 2 * sequence * looking
-    working = 4 * inner + 6 * of.hidden + np.where(has_attention, 2 * sequence, 0)
+    beside = (terms.hidden_numbers + terms.entering_numbers * count) * of.hidden
+    working = inner + beside + np.where(has_attention, 2 * sequence, 0)
     return Units(
         params=params,
         trained=trained,
@@ -177,7 +205,8 @@ def units(of: Stack, first: Ints, count: Ints, slices: Ints, *, chunk: int) -> U
         kept_bytes_per_row=of.hidden * terms.working_bytes + 0 * params,
         sync_down_bytes=terms.weight_bytes * trained,
         sync_up_bytes=terms.gradient_bytes * trained,
-        memory_bytes=RUNTIME_BYTES
+        memory_bytes=terms.runtime_bytes
+        + terms.tables_bytes * sequence
         + terms.resident_bytes * params
         + terms.accumulator_bytes * trained
         + terms.state_bytes * sequence * kv_width

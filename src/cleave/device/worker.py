@@ -29,6 +29,8 @@ from cleave.wire.frame import PAYLOAD_BYTES, Buffer
 from cleave.wire.messages import AnyMessage
 
 _LEAVE_S = 2.0
+_WORKSPACE_BYTES = 64 << 20
+"""What computing may take beyond the memory offered, which is for what is held: tiles and buffers, however small."""
 _REMEMBERED = 64  # cancelled tasks whose results may be on their way
 _AT_ONCE = -1  # before every result
 _MOST_WAITING = 3
@@ -193,6 +195,8 @@ class Worker:
                 await self._work.wait()
                 continue
             try:
+                if running.task.room_bytes > self._offer.memory_bytes + _WORKSPACE_BYTES:
+                    raise MemoryError(f"{running.task.room_bytes} bytes to compute it are more than is offered in all")
                 encoded, took_s = await loop.run_in_executor(thread, _timed, chunk, self._kernel, running.message)
             except (MemoryError, RuntimeError) as fault:  # what numpy and torch raise where a product cannot be made
                 self._end(running.message.task)

@@ -106,6 +106,8 @@ class TrainView:
                 return f"{event.device} is late; others do its work too"
             case events.DeviceIdle():
                 return f"{event.device} has no work: {event.reason}"
+            case events.Audited():
+                return None if event.is_right else f"{event.device} was found wrong when its work was computed again"
             case events.ResultRefused():
                 return f"{event.device} returned a wrong result, which is done again: {event.reason}"
             case events.Recovered():

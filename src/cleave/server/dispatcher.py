@@ -317,10 +317,11 @@ class Dispatcher:
             if member.trust.is_lost:
                 raise _Parted(f"quarantined: {member.wrong} of its results were wrong", rejoin=False) from None
             return
-        member.trust.right(part.area / task.whole.area)
+        if not task.is_bound:  # what is bound was not checked, only perhaps will be audited
+            member.trust.right(part.area / task.whole.area)
+            member.verified_flops += task.flops * part.area / task.whole.area
         member.failures = member.refused = member.bad_stays = 0
         member.has_helped = True
-        member.verified_flops += task.flops * part.area / task.whole.area
         self._measure(member, task, result, received)
         self.handle(ResultArrived(name, id, part))
         self._values = None

@@ -20,7 +20,7 @@ from cleave.core.planner.linear import Linear, plan_linear
 from cleave.core.units import Sublayer
 from cleave.errors import InfeasibleError
 from cleave.server.segments import Share as Segment
-from cleave.server.segments import inner_width, sliceable
+from cleave.server.segments import inner_width, kind_of, sliceable
 from cleave.wire.programs import Attention, Weight
 from cleave.wire.stack import Stack
 
@@ -142,9 +142,8 @@ def sublayers(stack: Stack) -> list[Sublayer]:
 def _sublayer(stack: Stack, number: int) -> Sublayer:
     share = Segment(first=number, count=1)
     sizes = [(view.area, stack.parameters[view.parameter].is_trained) for view in share.views(stack)]
-    is_head = number == len(stack.parts)
     return Sublayer(
-        kind="head" if is_head else "attention" if isinstance(stack.parts[number], Attention) else "mlp",
+        kind=kind_of(stack, number),
         params=sum(size for size, _ in sizes),
         trained=sum(size for size, is_trained in sizes if is_trained),
         kv_width=sum(share.kv_widths(stack)),

@@ -15,10 +15,11 @@ from typing import Any, cast
 import numpy as np
 
 from cleave.core.cost import DEVICE_BYTES, WireFormat, thin_effort
-from cleave.core.flow import Account, Column, Course, Desk, Flow, Seat, Unit
+from cleave.core.flow import Account, Column, Course, Desk, Direction, Flow, Seat, Unit
 from cleave.core.planner.column_plan import ColumnPlan
 from cleave.core.rectangles import Rectangle
 from cleave.core.tasks import DeviceId, Operand, Task, TaskId
+from cleave.errors import InfeasibleError
 from cleave.server.boundaries import Boundaries
 from cleave.server.residents import Resident, resident, slots
 from cleave.server.segments import Share
@@ -98,6 +99,8 @@ class PassRun:
         self.states: dict[Seat, Operand] = {}
         self.readings: dict[Account, Reading] = {}
         self.regions: dict[Seat | Account, set[TaskId]] = {}
+        self._early: dict[tuple[Seat, Direction], dict[int, tuple[Unit, Matrix]]] = {}
+        """Results that came before those of the chunks ahead of theirs."""
         self._unsettled: dict[int, set[Column]] = {}
         """Trained parameters, and the columns whose part of their gradients is not there."""
         self._arrivals: SimpleQueue[tuple[int, Matrix] | None] = SimpleQueue()
@@ -157,11 +160,8 @@ class PassRun:
             course=self.course,
             trained={column.stage for column, held in self.residents.items() if held.trained},
         )
-        for column, share in shares.items():
-            for place in plan.stages[column.stage].slices[share.index]:
-                device = DeviceId(names[place.device])
-                room = max(1, self.slots(column, memory_bytes(device)))
-                self.flow.desks[column].append(Desk(device, room, max(place.sequences, 1e-9)))
+        self._early.clear()
+        self._set_desks(memory_bytes)
         if self.goes_back:
             self.boundaries.expect_gradients(self.dy)
             self.gradients = {
@@ -173,6 +173,31 @@ class PassRun:
             for column, held in self.residents.items():
                 for view, _ in held.trained:
                     self._unsettled[view.parameter].add(column)
+
+    def _set_desks(self, memory_bytes: Callable[[DeviceId], int]) -> None:
+        """Who can serve a column as planned does; InfeasibleError where nobody can."""
+        served: dict[DeviceId, list[tuple[Column, float]]] = {}
+        for column in self.flow.columns:
+            for place in self.plan.stages[column.stage].slices[column.slice]:
+                served.setdefault(DeviceId(self.names[place.device]), []).append((column, place.sequences))
+        for device, columns in served.items():
+            held = [self.residents[column] for column, _ in columns]
+            kept = sum(one.trained_bytes for one in held) if self.goes_back else 0
+            bare = [self.need_bytes(column, 0) for column, _ in columns]
+            for (column, speed), need in zip(columns, bare, strict=True):
+                own = self.residents[column].trained_bytes if self.goes_back else 0
+                others = kept - own + max(bare) - need  # what they keep, and what one of them needs at a time
+                room = self.slots(column, memory_bytes(device) - others, share=len(columns))
+                if room:
+                    self.flow.desks[column].append(Desk(device, room, max(speed, 1e-9)))
+        for column in self.flow.unserved:
+            places = self.plan.stages[column.stage].slices[column.slice]
+            offered = max(memory_bytes(DeviceId(self.names[place.device])) for place in places)
+            need = self.need_bytes(column, 1)
+            raise InfeasibleError(
+                f"a column needs {need / 1e6:.3g} MB on a device, but the largest it was planned for offers "
+                f"{offered / 1e6:.3g} MB; lend more memory or devices, or train with shorter sequences"
+            )
 
     def deliver(self, column: Column) -> None:
         """All of a column's gradients are there: those of parameters that no other column has go out."""
@@ -186,9 +211,9 @@ class PassRun:
     def end_arrivals(self) -> None:
         self._arrivals.put(None)
 
-    def slots(self, column: Column, memory_bytes: int) -> int:
-        """How many sequences a device with so much memory could have open; 0: it cannot serve the column."""
-        return slots(self.residents[column], memory_bytes, self.plan.chunk, self.batch, self.goes_back)
+    def slots(self, column: Column, memory_bytes: int, share: int = 1) -> int:
+        """How many sequences a device with so much memory, shared with other columns, could have open; 0: none."""
+        return slots(self.residents[column], memory_bytes, self.plan.chunk, self.batch, self.goes_back, share)
 
     def need_bytes(self, column: Column, open_sequences: int) -> int:
         return self.residents[column].need_bytes(self.plan.chunk, self.batch, open_sequences, self.goes_back)
@@ -293,6 +318,15 @@ class PassRun:
         if seat not in self.states:
             self.states[seat] = self._staging.made(self.residents[seat.column].state_bytes(self.batch.sequence))
         return self.states[seat]
+
+    def in_order(self, unit: Unit, values: Matrix) -> Iterator[tuple[Unit, Matrix]]:
+        """What can be put in its place now that a unit's result is there: chunk after chunk, however they come."""
+        seat, direction = unit.seat, unit.direction
+        waiting = self._early.setdefault((seat, direction), {})
+        place = unit.chunk if direction == "forward" else self.between.chunks - 1 - unit.chunk
+        waiting[place] = unit, values
+        while seat.done[direction] in waiting:
+            yield waiting.pop(seat.done[direction])
 
     # -------------------------------------------------------------------------------------------- programs
 

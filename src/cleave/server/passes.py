@@ -49,6 +49,9 @@ from cleave.wire.stack import Batch, Stack
 Planner = Callable[[Stack, Batch, Collection[DeviceId]], tuple[ColumnPlan, tuple[str, ...]]]
 """A plan, without some devices if it can be, and the names of the devices it numbers."""
 
+_FEW = 2
+"""Columns of results that are no hidden numbers: logsumexp and logit, or a sign that something is done."""
+
 log = logging.getLogger(__name__)
 
 
@@ -161,6 +164,9 @@ class Passes:
             memory = self._memory()
             if not {names[device] for stage in plan.stages for device in stage.devices} <= memory.keys():
                 raise InfeasibleError("a device left while it was planned for")
+            if run.course == "backward" and (plan, names) != (run.plan, run.names):
+                run.course = "both"  # what is between the stages of another plan is not there
+            run.lay_out(plan, names, lambda device: memory[device])
         except InfeasibleError as fault:
             self._is_parked = True
             self._alone(str(fault))
@@ -171,9 +177,6 @@ class Passes:
             _fail(run, CleaveError(f"a pass could not be planned: {fault!r}; please report this"))
             self._next()
             return
-        if run.course == "backward" and (plan, names) != (run.plan, run.names):
-            run.course = "both"  # what is between the stages of another plan is not there
-        run.lay_out(plan, names, lambda device: memory[device])
         self._submit(run, run.flow.begin())
 
     def _resettle(self, run: PassRun, units: Sequence[Unit] = ()) -> None:
@@ -264,17 +267,14 @@ class Passes:
     def describe(self, task: Task) -> messages.Run:
         if isinstance(task.work, HoldWork):
             program = Hold(operands=tuple(operand.id for operand in task.operands))
-            return messages.Run(task=task.id, priority=task.priority, format="fp32", program=program)
-        work = cast("UnitWork | ReadWork", task.work)
-        run, program = work.run, _program(work)
-        format = "fp32" if isinstance(work, UnitWork) and task.cols <= 2 else run.format
-        return messages.Run(task=task.id, priority=task.priority, format=format, program=program)
+        else:
+            program = _program(cast("UnitWork | ReadWork", task.work))
+        return messages.Run(task=task.id, priority=task.priority, format=_format(task), program=program)
 
     def inspect(self, task: Task, part: Rectangle, result: messages.Result, payload: Buffer, harder: bool) -> Matrix:
         """Numbers as they came: what a fused unit computes cannot be checked by projection, only audited."""
-        expected = self.describe(task).format
-        if result.format != expected:
-            raise ProtocolError(f"expected a result in {expected}, got {result.format}")
+        if result.format != _format(task):
+            raise ProtocolError(f"expected a result in {_format(task)}, got {result.format}")
         values = np.empty((part.rows, part.cols), dtype=np.float32)
         self._codec.decode_into(payload, result.format, values)
         return values
@@ -292,7 +292,8 @@ class Passes:
             work.run.regions[work.unit.seat].discard(accept.task.id)
             if self._audits.wants(work.run, work.unit.seat.account):
                 self._audits.keep_unit(work.run, work.unit, self.describe(accept.task), work.values)
-            self._put(work.run, work.unit, work.values)
+            for unit, values in work.run.in_order(work.unit, work.values):
+                self._put(work.run, unit, values)
 
     def reject(self, task: Task, device: DeviceId, reason: str) -> None:
         """Nothing is said of a unit but that it failed, which `redo` is told."""
@@ -386,10 +387,13 @@ class Passes:
                 run.returned.set_result(run.gathered())
                 run.end_arrivals()
         elif not is_over and run.flow.is_stuck:
-            self._go_round(run, "the devices that are left cannot go on with what they hold")
+            self._loop.call_soon(self._go_round, run)  # the ledger's commands of this moment are not all done
 
-    def _go_round(self, run: PassRun, reason: str) -> None:
+    def _go_round(self, run: PassRun) -> None:
         """What cannot go on begins again; unless its first gradients are used already: then it waits for a device."""
+        if run is not self._run or self._is_parked or not run.flow.is_stuck:
+            return
+        reason = "the devices that are left cannot go on with what they hold"
         if run.has_delivered:
             self._is_parked = True
             self._alone(reason)
@@ -436,6 +440,14 @@ class Passes:
                 self._losses.remove(loss)
                 seconds = self._loop.time() - loss.noticed
                 self._listener(events.Recovered(device=loss.device, blocks=loss.units, seconds=seconds))
+
+
+def _format(task: Task) -> WireFormat:
+    """Of its result."""
+    work = task.work
+    if isinstance(work, ReadWork) or (isinstance(work, UnitWork) and work.values.shape[1] > _FEW):
+        return work.run.format
+    return "fp32"
 
 
 def _program(work: UnitWork | ReadWork) -> Program:

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from cleave.core.cost import DEVICE_BYTES
 from cleave.core.flow import Direction
 from cleave.core.tasks import Operand
-from cleave.server.segments import Share, inner_width
+from cleave.core.units import SublayerKind
+from cleave.server.segments import Share, inner_width, kind_of
 from cleave.server.staging import Staging
 from cleave.wire.programs import Head, Part
 from cleave.wire.stack import Batch, Stack, View
 
 _STATE_ARRAYS = 4  # K, V and their gradients
-_LOGITS = 1 << 23  # a device takes the vocabulary in bands of rows
+_ENTERING = 8  # x, dy, results and copies, beside what enters each part
+_INSIDE: dict[SublayerKind, int] = {"attention": 8, "mlp": 6, "head": 1}
+"""Inner activations at work at once; the planner counts at least as many (`core/units.live_terms`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,10 +33,8 @@ class Resident:
     query_widths: int
     """Of all attentions together."""
     kv_widths: tuple[int, ...]
-    heads: int
-    """The most of one attention."""
-    inner: int
-    """The widest activation inside."""
+    inside: int
+    """Numbers at work per row inside the widest part."""
 
     @property
     def weight_bytes(self) -> int:
@@ -47,10 +48,9 @@ class Resident:
         return _STATE_ARRAYS * DEVICE_BYTES * sequence * sum(self.kv_widths)
 
     def room_bytes(self, rows: int, sequence: int) -> int:
-        """A unit's result and what is computed on the way: every part's input, and one part's inside."""
-        inputs = (len(self.parts) + 3) * rows * self.hidden
-        inside = 6 * min(rows * self.inner, max(_LOGITS, self.inner)) + 3 * rows * sequence * self.heads
-        return DEVICE_BYTES * (inputs + inside)
+        """A unit's result and what is computed on the way: every part's input, one part's inside, a row of scores."""
+        entering = (len(self.parts) + _ENTERING) * self.hidden
+        return DEVICE_BYTES * rows * (entering + self.inside + (sequence if self.kv_widths else 0))
 
     def need_bytes(self, chunk: int, batch: Batch, open_sequences: int, is_trained: bool) -> int:
         """All of it on one device: weights, gradients, states, and two units with what they read."""
@@ -69,13 +69,13 @@ class Resident:
         return 2 * once + 2.0 * rows * trained
 
 
-def slots(held: Resident, memory_bytes: int, chunk: int, batch: Batch, is_trained: bool) -> int:
-    """How many sequences a device can have open at once in a column; 0: it cannot serve it."""
+def slots(held: Resident, memory_bytes: int, chunk: int, batch: Batch, is_trained: bool, share: int = 1) -> int:
+    """How many sequences a device can have open at once in one of `share` columns; 0: it cannot serve it."""
     left = memory_bytes - held.need_bytes(chunk, batch, 0, is_trained)
     state = held.state_bytes(batch.sequence)
     if left < 0:
         return 0
-    return min(batch.sequences, left // state if state else batch.sequences)
+    return min(batch.sequences, left // (state * share) if state else batch.sequences)
 
 
 def resident(stack: Stack, share: Share, batch: Batch, staging: Staging) -> Resident:
@@ -101,9 +101,9 @@ def resident(stack: Stack, share: Share, batch: Batch, staging: Staging) -> Resi
         gemm_params=sum(view.area for view in views if view.height > 1),
         query_widths=sum(queries),
         kv_widths=tuple(share.kv_widths(stack)),
-        heads=max((width // part.head_dim for width, part in zip(queries, attentions, strict=True)), default=0),
-        inner=max(
-            -(-inner_width(stack, sublayer) // share.of) for sublayer in range(share.first, share.first + share.count)
+        inside=max(
+            -(-_INSIDE[kind_of(stack, sublayer)] * inner_width(stack, sublayer) // share.of)
+            for sublayer in range(share.first, share.first + share.count)
         ),
     )
 

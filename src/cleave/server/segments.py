@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
+from cleave.core.units import SublayerKind
 from cleave.wire.programs import Attention, Head, Mlp, Norm, Part, Weight
 from cleave.wire.stack import Range, Stack, View
 
@@ -61,6 +62,12 @@ class Share:
         cutter = _Cutter(stack, name, self.index, self.of)
         parts = tuple(cutter.part(part) for part in self._parts(stack))
         return parts, cutter.head(stack.head) if self.has_head(stack) and stack.head is not None else None
+
+
+def kind_of(stack: Stack, sublayer: int) -> SublayerKind:
+    if sublayer == len(stack.parts):
+        return "head"
+    return "attention" if isinstance(stack.parts[sublayer], Attention) else "mlp"
 
 
 def sliceable(stack: Stack, sublayer: int) -> int:

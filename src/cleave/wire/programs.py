@@ -172,13 +172,14 @@ def operands(program: Program) -> tuple[int, ...]:
                 program.rotary,
                 program.targets,
             )
-            return tuple(number for number in (*brought, *_parameters(program)) if number is not None)
+            return (*(number for number in brought if number is not None), *parameters(program))
 
 
-def _parameters(program: Forward | Backward) -> Iterator[int | None]:
+def parameters(program: Forward | Backward) -> Iterator[int]:
+    """Its weights, biases and adapters."""
     for part in (*program.parts, *(() if program.head is None else (program.head,))):
         if part.norm is not None:
-            yield from (part.norm.weight, part.norm.bias)
+            yield from (number for number in (part.norm.weight, part.norm.bias) if number is not None)
         match part:
             case Attention():
                 weights = part.q, part.k, part.v, part.o
@@ -188,4 +189,5 @@ def _parameters(program: Forward | Backward) -> Iterator[int | None]:
                 weights = (part.weight,)
         for weight in weights:
             if weight is not None:
-                yield from (weight.weight, weight.bias, *(weight.adapter or ()))
+                numbers = (weight.weight, weight.bias, *(weight.adapter or ()))
+                yield from (number for number in numbers if number is not None)

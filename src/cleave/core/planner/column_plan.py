@@ -16,7 +16,7 @@ import numpy as np
 
 from cleave.core.cost import Server
 from cleave.core.fleet import Bools, Floats, Profiles
-from cleave.core.units import Stack, Units, units
+from cleave.core.units import Stack, Terms, Units, units
 
 ColumnLimit = Literal["down", "compute", "up", "latency", "server", "medium"]
 
@@ -89,9 +89,11 @@ class Paces(NamedTuple):
     """rows whose x stays there for backward"""
 
 
-def effective_flops_per_s(flops_per_s: Floats, chunk: int, resident_bytes: float) -> Floats:
+def effective_flops_per_s(flops_per_s: Floats, chunk: int, terms: Terms) -> Floats:
     """Each chunk reads the weights once, which costs the more the smaller the chunk."""
-    read_s = resident_bytes / np.where(flops_per_s > _FAST_FLOPS_PER_S, 2 * _READ_BYTES_PER_S, _READ_BYTES_PER_S)
+    if terms.thin_rows:
+        return flops_per_s / (1 + terms.thin_rows / chunk)
+    read_s = terms.resident_bytes / np.where(flops_per_s > _FAST_FLOPS_PER_S, 2 * _READ_BYTES_PER_S, _READ_BYTES_PER_S)
     return 1 / (1 / flops_per_s + read_s / (2 * chunk))
 
 
@@ -99,7 +101,7 @@ def paces(setting: Setting, of: Units, members: Bools, chunk: int) -> Paces:
     """How fast each device would go through each column; `members` has a row per column, an entry per device."""
     profiles = setting.profiles
     down, up = profiles.down_bytes_per_s, profiles.up_bytes_per_s
-    flops = effective_flops_per_s(profiles.flops_per_s, chunk, setting.stack.terms.resident_bytes)
+    flops = effective_flops_per_s(profiles.flops_per_s, chunk, setting.stack.terms)
     free = profiles.memory_bytes - of.memory_bytes[:, None]
     able = members & (free >= 0)
     kept = np.maximum(free, 0.0) / of.kept_bytes_per_row[:, None]
@@ -153,7 +155,7 @@ def judge(setting: Setting, stages: Sequence[Stage], chunk: int) -> ColumnPlan |
     ends, rows = share_rows(pace, setting.sequences, stack.sequence, of.takes_sequences)
     if not np.isfinite(ends).all():
         return None
-    flops = effective_flops_per_s(profiles.flops_per_s, chunk, stack.terms.resident_bytes)
+    flops = effective_flops_per_s(profiles.flops_per_s, chunk, stack.terms)
     again = np.maximum(rows - pace.kept, 0.0) * of.again_bytes_per_row[:, None]
     down = of.down_bytes_per_row[:, None] * rows + again + np.where(rows > 0, of.sync_down_bytes[:, None], 0.0)
     up = of.up_bytes_per_row[:, None] * rows + np.where(rows > 0, of.sync_up_bytes[:, None], 0.0)

@@ -133,7 +133,7 @@ def make_table(profiles: Profiles, stack: Stack, rows: int, chunk: int, *, is_he
     first, count, slices = np.array(runs, dtype=np.int64).T
     of = units(stack, first, count, slices, chunk=chunk)
     down, up = profiles.down_bytes_per_s, profiles.up_bytes_per_s
-    flops = effective_flops_per_s(profiles.flops_per_s, chunk, stack.terms.resident_bytes)
+    flops = effective_flops_per_s(profiles.flops_per_s, chunk, stack.terms)
     free = profiles.memory_bytes - of.memory_bytes[:, None]
     kept = np.maximum(free, 0.0) / of.kept_bytes_per_row[:, None] if is_held else 0.0
     row_s = np.maximum(of.up_bytes_per_row[:, None] / up, of.flops_per_row[:, None] / flops)

@@ -23,7 +23,7 @@ from cleave.errors import InfeasibleError, InputError
 
 CHUNKS = (16, 32, 64, 128, 256)
 
-_WORTH_MOVING = 0.9  # another arrangement must be this much faster than the one that stands
+_WORTH_MOVING = 0.7  # another arrangement must be this much faster: rates waver, and weights would have to travel
 _STEPS_PER_E = 4  # rates within about a quarter count as equal when devices are put in order
 _FINALISTS = 3
 _FEW = 5

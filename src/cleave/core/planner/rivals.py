@@ -58,7 +58,7 @@ class Case:
     @property
     def flops_per_s(self) -> Floats:
         """of each device that takes whole sequences through its weights"""
-        return effective_flops_per_s(self.profiles.flops_per_s, self.sequence, self.terms.resident_bytes)
+        return effective_flops_per_s(self.profiles.flops_per_s, self.sequence, self.terms)
 
     @property
     def params(self) -> float:

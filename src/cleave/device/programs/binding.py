@@ -15,7 +15,7 @@ from cleave.device.programs.linear import Unit
 from cleave.device.programs.segments import Segment
 from cleave.device.store import Operand, Store
 from cleave.errors import ProtocolError
-from cleave.wire.programs import Attention, Backward, Forward, Head, Mlp, Norm, Part, Weight
+from cleave.wire.programs import Attention, Backward, Forward, Head, Mlp, Norm, Part, Weight, operands, parameters
 
 _MOST_ROWS = 1 << 24  # positions are counted in fp32
 _MOST_WORDS = 1 << 31
@@ -68,7 +68,7 @@ def check_program(program: Forward | Backward) -> None:
     for weight in _weights(program):
         _check_number("scale", weight.scale, -_MOST_SCALE)
     if isinstance(program, Backward):
-        named, own = set(_parameters(program)), [accumulator for _, accumulator in program.accumulators]
+        named, own = set(parameters(program)), [accumulator for _, accumulator in program.accumulators]
         _require(
             {operand for operand, _ in program.accumulators} <= named and len(set(own)) == len(own),
             "expected an accumulator of its own for some weights of the program, got others",
@@ -78,7 +78,7 @@ def check_program(program: Forward | Backward) -> None:
 def bind(program: Forward | Backward, store: Store, kernel: Kernel) -> Bound | None:
     """None until all operands are whole; accumulators are made if they are not there."""
     held: dict[int, Operand] = {}
-    for number in _operands(program):
+    for number in operands(program):  # the rarest first, as the search ends with the first that is missing
         operand = store.get(number)
         if operand is None or not operand.is_whole:
             return None
@@ -109,29 +109,6 @@ def bind(program: Forward | Backward, store: Store, kernel: Kernel) -> Bound | N
 
 
 # ------------------------------------------------------------------------------------------------ which operands
-
-
-def _operands(program: Forward | Backward) -> Iterator[int]:
-    """The rarest first, as the search ends with the first that is missing."""
-    yield program.x
-    if isinstance(program, Backward):
-        yield program.dy
-    for number in (program.mask, program.rotary, program.targets):
-        if number is not None:
-            yield number
-    yield from _parameters(program)
-
-
-def _parameters(program: Forward | Backward) -> Iterator[int]:
-    for norm in _norms(program):
-        yield norm.weight
-        if norm.bias is not None:
-            yield norm.bias
-    for weight in _weights(program):
-        yield weight.weight
-        if weight.bias is not None:
-            yield weight.bias
-        yield from weight.adapter or ()
 
 
 def _norms(program: Forward | Backward) -> Iterator[Norm]:

@@ -1,0 +1,106 @@
+"""What the planner says a step moves is what its channels carry: payloads to the byte, but for norms that every slice
+has; with headers, which describe whole runs of sublayers, a few percent more."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from test_passes import Layout, arranged, go
+from virtual import run
+from world import World
+
+from cleave.core.cost import Server
+from cleave.core.fleet import Profiles
+from cleave.core.planner.column_plan import ColumnPlan, Setting, judge
+from cleave.core.planner.live_columns import plan_columns
+from cleave.core.units import Sublayer, live_terms, stack
+from cleave.transport.base import Channel, Received
+from cleave.transport.faulty import FaultyChannel
+from cleave.wire.frame import Buffer
+from cleave.wire.messages import AnyMessage
+
+from stacks import Decoder, decoder  # isort: skip  # test_passes puts it on the path
+
+HEADERS, NORMS = 0.03, 0.001
+
+
+def judged(layout: Layout, chunk: int) -> Callable[..., ColumnPlan]:
+    """This arrangement, with the bytes that the planner foresees of it."""
+
+    def arrange(profiles: Profiles, sublayers: Sequence[Sublayer], **given: Any) -> ColumnPlan:
+        setting = Setting(
+            stack=stack(sublayers, hidden=given["hidden"], sequence=given["sequence"], terms=live_terms(given["wire"])),
+            sequences=given["sequences"],
+            profiles=profiles,
+            server=Server(),
+            medium_bytes_per_s=math.inf,
+        )
+        plan = judge(setting, arranged(layout)(profiles, sublayers).stages, chunk)
+        assert plan is not None
+        return plan
+
+    return arrange
+
+
+ARRANGEMENTS: dict[str, Callable[..., ColumnPlan]] = {
+    "planned": plan_columns,
+    "alone": judged([(9, [["ann"]])], 64),
+    "mates": judged([(9, [["ann", "bob"]])], 64),
+    "pipeline": judged([(3, [["ann"]]), (4, [["bob"]]), (2, [["cid"]])], 100),
+    "slices": judged([(1, [["ann"], ["bob"]]), (7, [["cid"]]), (1, [["bob"], ["ann"], ["cid"]])], 64),
+    "slices with mates": judged([(1, [["ann"], ["bob"]]), (6, [["ann", "cid"]]), (2, [["bob", "cid"]])], 256),
+}
+
+
+class Counting(FaultyChannel):
+    """An honest channel that counts what is not headers."""
+
+    def __init__(self, inner: Channel) -> None:
+        super().__init__(inner, (), np.random.default_rng(0))
+        self.down_bytes = self.up_bytes = 0
+
+    async def receive(self) -> Received:
+        received = await super().receive()
+        self.down_bytes += len(received.payload)
+        return received
+
+    async def send(self, message: AnyMessage, payload: Buffer = b"") -> None:
+        self.up_bytes += len(payload)
+        await super().send(message, payload)
+
+
+@pytest.fixture(scope="module")
+def model() -> Decoder:
+    return decoder(hidden=128, head_dim=32, inner=384, layers=4, words=512)
+
+
+@pytest.mark.parametrize("name", ARRANGEMENTS)
+def test_a_step_moves_the_bytes_that_were_foreseen(name: str, model: Decoder) -> None:
+    async def main() -> None:
+        world = World(arrange=ARRANGEMENTS[name])
+        counters: list[Counting] = []
+
+        def count(inner: Channel) -> Counting:
+            counters.append(Counting(inner))
+            return counters[-1]
+
+        for number, device in enumerate(("ann", "bob", "cid")):
+            world.dial(device, wrap=count)
+            await world.until(lambda number=number: len(world.joined()) > number)
+        before = world.cluster.totals()
+        for counter in counters:
+            counter.down_bytes = counter.up_bytes = 0  # what the probe took
+        await go(world, model, sequences=4, sequence=256)
+        after, plan = world.cluster.totals(), world.cluster.grains.latest
+        assert plan is not None
+        assert sum(counter.down_bytes for counter in counters) == pytest.approx(plan.down_bytes, rel=NORMS)
+        assert sum(counter.up_bytes for counter in counters) == pytest.approx(plan.up_bytes, rel=NORMS)
+        assert after.down_bytes - before.down_bytes == pytest.approx(plan.down_bytes, rel=HEADERS)
+        assert after.up_bytes - before.up_bytes == pytest.approx(plan.up_bytes, rel=HEADERS)
+        await world.close()
+
+    run(main(), limit_s=300.0)
