@@ -69,7 +69,7 @@ def _recovery(scenario: dict[str, Any], say: Say) -> tuple[float, float]:
     with Fleet("127.0.0.1:0", offload="always", listener=watch) as fleet:
         alive = fleet.start_devices(devices)
         fleet.wait(devices)
-        distribute(model, fleet)
+        distribute(model, fleet, grain="gemm")
         ours, theirs = torch.optim.AdamW(model.parameters()), torch.optim.AdamW(plain.parameters())
         rng, number = random.Random(0), 0
         _step(model, ours, step, number)
@@ -179,7 +179,7 @@ def _rogues(scenario: dict[str, Any], say: Say) -> None:
         fleet.start_devices(2)
         fleet.wait(2)
         torch.manual_seed(0)
-        model = distribute(_model(step), fleet)
+        model = distribute(_model(step), fleet, grain="gemm")
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(3):
             _step(model, optimizer, step, 0)
@@ -228,7 +228,7 @@ def _checking(scenario: dict[str, Any], say: Say) -> None:
         for wire in ("fp32", "bf16"):
             with Fleet.local(2, wire=wire, offload="always") as fleet:
                 torch.manual_seed(0)
-                model = distribute(_model(step), fleet)
+                model = distribute(_model(step), fleet, grain="gemm")
                 optimizer = torch.optim.AdamW(model.parameters())
                 taken: list[float] = []
                 checking: list[float] = []

@@ -313,7 +313,7 @@ def _demo_step(step: dict[str, int], rounds: int, say: Say) -> None:
         return time.perf_counter() - started
 
     with Fleet.local(WORKERS, threads=1, offload="always") as fleet:
-        distribute(ours, fleet)
+        distribute(ours, fleet, grain="gemm")
         pairs = [(model, torch.optim.AdamW(model.parameters(), 1e-4)) for model in (plain, ours)]
         for pair in pairs:
             go(*pair)

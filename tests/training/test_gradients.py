@@ -44,7 +44,7 @@ def worst_difference(model: nn.Module, reference: nn.Module, order: float = floa
 @pytest.mark.parametrize("family", ["llama", "tied-llama", "opt", "gpt2"])
 def test_gradients_equal_torch(fleet: Fleet, family: str, autocast: bool, checkpointing: str) -> None:
     reference: Any = make(family)
-    model = distribute(copy.deepcopy(reference), fleet)
+    model = distribute(copy.deepcopy(reference), fleet, grain="gemm")
     if checkpointing != "none":
         for one in (model, reference):
             one.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
@@ -62,14 +62,14 @@ def test_gradients_equal_torch(fleet: Fleet, family: str, autocast: bool, checkp
 
 def test_bf16_parameters_train(fleet: Fleet) -> None:
     reference = make("llama").to(torch.bfloat16)
-    model = distribute(copy.deepcopy(reference), fleet)
+    model = distribute(copy.deepcopy(reference), fleet, grain="gemm")
     assert abs(backward(model, False) - backward(reference, False)) < 2e-2
     assert worst_difference(model, reference) < 0.1
     assert all(p.grad is not None and p.grad.dtype == torch.bfloat16 for p in model.parameters())
 
 
 def test_layers_that_share_their_input_become_one_product(fleet: Fleet) -> None:
-    model = distribute(make("llama"), fleet)
+    model = distribute(make("llama"), fleet, grain="gemm")
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     counts: list[int] = []
     for _ in range(3):
@@ -85,7 +85,7 @@ def test_layers_that_share_their_input_become_one_product(fleet: Fleet) -> None:
 
 def test_gradients_accumulate_and_hooks_see_them_once(fleet: Fleet) -> None:
     reference = make("llama")
-    model = distribute(copy.deepcopy(reference), fleet)
+    model = distribute(copy.deepcopy(reference), fleet, grain="gemm")
     calls: list[str] = []
     weight: Any = model.model.layers[0].mlp.up_proj.weight
     weight.register_hook(lambda grad: calls.append("tensor"))
@@ -100,7 +100,7 @@ def test_gradients_accumulate_and_hooks_see_them_once(fleet: Fleet) -> None:
 
 def test_immediate_gradients_come_from_autograd_grad(fleet: Fleet) -> None:
     reference = make("llama")
-    model = distribute(copy.deepcopy(reference), fleet, immediate=True)
+    model = distribute(copy.deepcopy(reference), fleet, grain="gemm", immediate=True)
     batch = tokens(0)
     gradients = []
     for one in (model, reference):
@@ -112,7 +112,7 @@ def test_immediate_gradients_come_from_autograd_grad(fleet: Fleet) -> None:
 
 def test_a_failed_backward_leaves_nothing_behind(fleet: Fleet) -> None:
     reference = make("llama")
-    model: Any = distribute(copy.deepcopy(reference), fleet)
+    model: Any = distribute(copy.deepcopy(reference), fleet, grain="gemm")
 
     def explode(grad: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("a hook failed")
@@ -130,7 +130,7 @@ def test_undistribute_restores_classes_and_state(fleet: Fleet) -> None:
     original = make("gpt2")
     classes = [type(module) for module in original.modules()]
     names = list(original.state_dict())
-    model = distribute(original, fleet)
+    model = distribute(original, fleet, grain="gemm")
     assert list(model.state_dict()) == names
     assert [type(module) for module in model.modules()] != classes
     undistribute(model)
@@ -143,7 +143,7 @@ def test_undistribute_restores_classes_and_state(fleet: Fleet) -> None:
 def test_changed_weights_are_never_stale(fleet: Fleet) -> None:
     """By an optimizer that leaves no trace, by `.data`, by loading: the next product uses the new numbers."""
     layer = nn.Linear(48, 40)
-    model = distribute(nn.Sequential(layer), fleet)
+    model = distribute(nn.Sequential(layer), fleet, grain="gemm")
     x = torch.randn(8, 48)
 
     def is_fresh() -> bool:
@@ -166,7 +166,7 @@ def test_changed_weights_are_never_stale(fleet: Fleet) -> None:
 
 def test_generation_and_evaluation_equal_torch(fleet: Fleet) -> None:
     reference: Any = make("llama").eval()
-    model: Any = distribute(copy.deepcopy(reference), fleet)
+    model: Any = distribute(copy.deepcopy(reference), fleet, grain="gemm")
     prompt = tokens(3, 1, 8)
     settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(prompt, **settings), reference.generate(prompt, **settings))
@@ -177,7 +177,7 @@ def test_generation_and_evaluation_equal_torch(fleet: Fleet) -> None:
 
 
 def test_a_copy_of_a_distributed_model_computes_too(fleet: Fleet) -> None:
-    model = distribute(make("llama"), fleet)
+    model = distribute(make("llama"), fleet, grain="gemm")
     twin = copy.deepcopy(model)
     for parameter in twin.parameters():
         parameter.data.mul_(0.5)
@@ -195,7 +195,7 @@ class Scaled(nn.Linear):
 
 def test_layers_with_a_forward_of_their_own_are_left_alone(fleet: Fleet) -> None:
     scaled, plain = Scaled(16, 16), nn.Linear(16, 16)
-    model = distribute(nn.Sequential(scaled, plain), fleet)
+    model = distribute(nn.Sequential(scaled, plain), fleet, grain="gemm")
     x = torch.randn(4, 16)
     expected = nn.functional.linear(2 * nn.functional.linear(x, scaled.weight, scaled.bias), plain.weight, plain.bias)
     assert type(scaled) is Scaled
@@ -203,7 +203,7 @@ def test_layers_with_a_forward_of_their_own_are_left_alone(fleet: Fleet) -> None
 
 
 def test_a_distributed_model_can_be_pickled_and_computes_by_itself(fleet: Fleet) -> None:
-    model = distribute(make("llama"), fleet)
+    model = distribute(make("llama"), fleet, grain="gemm")
     loaded = pickle.loads(pickle.dumps(model))
     before = fleet.cluster.totals().products
     batch = tokens(0)

@@ -37,7 +37,7 @@ def plain() -> list[float]:
 @pytest.mark.parametrize("devices", [1, 3, 7])
 def test_losses_over_fp32_equal_plain_torch(devices: int, plain: list[float]) -> None:
     with Fleet.local(devices, wire="fp32", offload="always") as fleet:
-        ours = losses(distribute(make("wide-llama"), fleet))
+        ours = losses(distribute(make("wide-llama"), fleet, grain="gemm"))
         busy = sum(member.tasks > 0 for member in fleet.cluster.members())
         assert busy >= min(devices, 2)  # not always all: the slowest may be left out
     assert plain[-1] < 0.9 * plain[0], "the model must really learn"
@@ -47,7 +47,7 @@ def test_losses_over_fp32_equal_plain_torch(devices: int, plain: list[float]) ->
 @pytest.mark.parametrize(("wire", "share"), [("bf16", 0.01), ("fp16", 0.01), ("int8", 0.08)])
 def test_losses_over_a_smaller_wire_stay_near(wire: Any, share: float, plain: list[float]) -> None:
     with Fleet.local(2, wire=wire, offload="always") as fleet:
-        ours = losses(distribute(make("wide-llama"), fleet))
+        ours = losses(distribute(make("wide-llama"), fleet, grain="gemm"))
     assert abs(ours[-1] - plain[-1]) < share * plain[-1]
 
 
@@ -57,7 +57,7 @@ def test_micro_batches_in_threads_give_the_same_gradients() -> None:
     reference = make("wide-llama")
     model = copy.deepcopy(reference)
     with Fleet.local(2, offload="always") as fleet, ThreadPoolExecutor(2) as pool:
-        distribute(model, fleet)
+        distribute(model, fleet, grain="gemm")
 
         def work(one: nn.Module, index: int) -> None:
             batch = tokens(index)

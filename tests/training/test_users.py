@@ -40,7 +40,7 @@ def test_trainer_trains_unmodified(fleet: Fleet, tmp_path: Path) -> None:
 
     plain = train(make("llama"))
     before = fleet.cluster.totals().products
-    ours = train(distribute(make("llama"), fleet))
+    ours = train(distribute(make("llama"), fleet, grain="gemm"))
     assert fleet.cluster.totals().products > before
     assert plain[-1] < plain[0]
     assert ours == pytest.approx(plain, abs=1e-3)
@@ -73,7 +73,7 @@ def test_lora_sends_frozen_weights_once() -> None:
     frozen_bytes = sum(4 * m.weight.numel() for m in model.modules() if _is_frozen_linear(m))
     sent: list[int] = []
     with Fleet.local(1, offload="always") as fleet:
-        ours = train(distribute(model, fleet), lambda: sent.append(fleet.cluster.totals().down_bytes))
+        ours = train(distribute(model, fleet, grain="gemm"), lambda: sent.append(fleet.cluster.totals().down_bytes))
     steps = [after - before for before, after in zip([0, *sent], sent, strict=False)]
     assert ours == pytest.approx(plain, abs=1e-4)
     assert steps[0] > frozen_bytes
@@ -130,14 +130,14 @@ def test_models_that_are_no_language_models_train(fleet: Fleet, kind: str) -> No
         return losses
 
     plain = train(build())
-    ours = train(distribute(build(), fleet))
+    ours = train(distribute(build(), fleet, grain="gemm"))
     assert plain[-1] < plain[0]
     assert ours == pytest.approx(plain, abs=1e-4)
 
 
 def test_a_model_without_gemms_is_refused(fleet: Fleet) -> None:
     with pytest.raises(ModelError, match="nothing to send"):
-        distribute(nn.Sequential(nn.Conv2d(3, 4, 3)), fleet)
+        distribute(nn.Sequential(nn.Conv2d(3, 4, 3)), fleet, grain="gemm")
 
 
 def test_offload_auto_keeps_small_gemms_and_says_so() -> None:
@@ -148,7 +148,7 @@ def test_offload_auto_keeps_small_gemms_and_says_so() -> None:
             said.append(event.text)
 
     with Fleet.local(1, offload="auto", listener=listen) as fleet:
-        model = distribute(make("llama"), fleet)
+        model = distribute(make("llama"), fleet, grain="gemm")
         batch = tokens(0)
         model(input_ids=batch, labels=batch).loss.backward()
         assert fleet.cluster.totals().products == 0

@@ -93,6 +93,10 @@ class Flow:
     ) -> None:
         """`stages` are the numbers of their slices, `trained` those with gradients; fill `desks` before `begin`."""
         self._columns = [Column(stage, part) for stage, slices in enumerate(stages) for part in range(slices)]
+        self._near = [
+            [column for column in self._columns if abs(column.stage - one) <= 1] for one in range(len(stages))
+        ]
+        """Of each stage, its own columns and those of its neighbours."""
         self._slices, self._chunks, self.course = tuple(stages), chunks, course
         self._sequences = sequences
         self.trained = frozenset(trained) if course != "forward" else frozenset[int]()
@@ -102,6 +106,14 @@ class Flow:
             column: [dict(start) for _ in range(sequences)] for column in self._columns
         }
         """How many results there are of each sequence, in the order of its direction."""
+        each = len(self._columns) * sequences
+        self._missing: dict[Direction, int] = {
+            "forward": each * (chunks - start["forward"]),
+            "backward": each * chunks,
+        }
+        """Results, of all columns and sequences."""
+        self._under_way = 0
+        """Units that were given out and are not done."""
         self._seats: dict[tuple[Column, int], Seat] = {}
         self._opened = 0
         self._homeless: list[tuple[Column, int, object]] = []
@@ -120,7 +132,7 @@ class Flow:
 
     def ended(self, direction: Direction) -> bool:
         """Every result of one direction is there."""
-        return all(known[direction] == self._chunks for column in self._columns for known in self._known[column])
+        return self._missing[direction] == 0
 
     def is_over(self, seat: Seat) -> bool:
         """All that was asked of it is done."""
@@ -156,6 +168,11 @@ class Flow:
                 assert 0 <= seat.done[direction] <= seat.sent[direction] <= self._chunks
                 assert seat.done[direction] <= known[direction]
             assert not seat.sent["backward"] or seat.sent["forward"] == self._chunks
+        seats = self._seats.values()
+        assert self._under_way == sum(sum(seat.sent.values()) - sum(seat.done.values()) for seat in seats)
+        for direction, missing in self._missing.items():
+            there = sum(known[direction] for column in self._columns for known in self._known[column])
+            assert missing == len(self._columns) * self._sequences * self._chunks - there
         for column, desks in self.desks.items():
             for desk in desks:
                 mine = [seat for seat in self._seats.values() if seat.desk is desk and not self.is_over(seat)]
@@ -171,9 +188,11 @@ class Flow:
         seat = unit.seat
         assert self._seats.get((seat.column, seat.sequence)) is seat, "the shell forgets units of seats that are lost"
         seat.done[unit.direction] += 1
+        self._under_way -= 1
         assert seat.done[unit.direction] <= seat.sent[unit.direction]
         if not unit.is_silent:
             self._known[seat.column][seat.sequence][unit.direction] += 1
+            self._missing[unit.direction] -= 1
         if not self.is_over(seat):
             return self._around(seat.column.stage, seat.sequence)
         seat.desk.open -= 1
@@ -210,8 +229,7 @@ class Flow:
                     if self.is_over(seat) and column.stage not in self.trained:
                         continue  # all that was wanted of it is there
                     lost.append(seat)
-                    del self._seats[column, seat.sequence]
-                    self._homeless.append((column, seat.sequence, part))
+                    self._unseat(seat, part)
         return lost, self._settle()
 
     def give_up_seats(self, device: DeviceId) -> tuple[list[Seat], list[Unit]]:
@@ -223,19 +241,13 @@ class Flow:
                 lost.append(seat)
                 seat.account.seats.remove(seat)
                 seat.desk.open -= 1
-                del self._seats[seat.column, seat.sequence]
-                self._homeless.append((seat.column, seat.sequence, seat.account.part))
+                self._unseat(seat, seat.account.part)
         return lost, self._settle() if lost else []
 
     @property
     def is_stuck(self) -> bool:
         """Sequences without a seat, and nothing under way that could free one."""
-        waiting = bool(self._homeless) or self._opened < self._sequences
-        return waiting and not any(
-            seat.done[direction] < seat.sent[direction]
-            for seat in self._seats.values()
-            for direction in ("forward", "backward")
-        )
+        return not self._under_way and (bool(self._homeless) or self._opened < self._sequences)
 
     @property
     def unserved(self) -> list[Column]:
@@ -267,6 +279,12 @@ class Flow:
                 units += self._sit(column, sequence, desk, None)
         return units
 
+    def _unseat(self, seat: Seat, part: object) -> None:
+        """A sequence waits for another seat; of what it will add to an account there, `part` is asked for."""
+        del self._seats[seat.column, seat.sequence]
+        self._under_way -= sum(seat.sent.values()) - sum(seat.done.values())
+        self._homeless.append((seat.column, seat.sequence, part))
+
     def _free_desk(self, column: Column) -> Desk | None:
         """Who should be soonest done with one sequence more."""
         free = [desk for desk in self.desks[column] if desk.open < desk.slots]
@@ -289,8 +307,7 @@ class Flow:
 
     def _around(self, stage: int, sequence: int) -> list[Unit]:
         """Who may go on because something of this stage is done: the stage itself and its neighbours."""
-        columns = [column for column in self._columns if abs(column.stage - stage) <= 1]
-        seats = [self._seats[column, sequence] for column in columns if (column, sequence) in self._seats]
+        seats = [self._seats[column, sequence] for column in self._near[stage] if (column, sequence) in self._seats]
         return [unit for seat in seats for unit in self._ready(seat)]
 
     def _ready(self, seat: Seat) -> Iterator[Unit]:
@@ -301,6 +318,7 @@ class Flow:
             while seat.sent[direction] < self._there(seat, direction):
                 place = seat.sent[direction]
                 seat.sent[direction] += 1
+                self._under_way += 1
                 yield Unit(
                     seat=seat,
                     direction=direction,

@@ -25,6 +25,8 @@ from cleave.wire.programs import Attention, Weight
 from cleave.wire.stack import Stack
 
 Grain = Literal["auto", "gemm", "resident"]
+_REMEMBERED = 32  # batches of other lengths, each with its plan
+
 Arrange = Callable[..., ColumnPlan]
 """`core/planner/live_columns.plan_columns`, or who arranges columns otherwise."""
 Fleet = tuple[int, Profiles | None]
@@ -61,6 +63,7 @@ class Grains:
     ) -> None:
         self._wire: WireFormat = wire
         self._fleet, self._medium, self._arrange, self._say = fleet, medium_bytes_per_s, arrange, say
+        self._told = ""
         self._lock = threading.Lock()
         self._planned: dict[_Call, _Planned] = {}
         self._chosen: dict[tuple[_Call, bool], tuple[tuple[str, ...], str | None]] = {}
@@ -77,11 +80,19 @@ class Grains:
         _, profiles = self._fleet()
         names = profiles.names if profiles is not None else ()
         found = self._chosen.get((call, must))
+        if len(self._chosen) > _REMEMBERED:
+            self._chosen.clear()
         if found is None or found[0] != names:
             found = self._chosen[call, must] = (names, self._decide(call, profiles, must=must))
             if found[1] is not None:
-                self._say(f"grain gemm: {found[1]}")
+                self._tell(f"gemm on {names}", f"grain gemm: {found[1]}")
         return found[1]
+
+    def _tell(self, key: str, text: str) -> None:
+        """What is the same for batches of other lengths is told once."""
+        if key != self._told:
+            self._told = key
+            self._say(text)
 
     def _decide(self, call: _Call, profiles: Profiles | None, *, must: bool) -> str | None:
         if profiles is None:
@@ -91,7 +102,7 @@ class Grains:
         except InfeasibleError as fault:
             return f"no layers can be resident: {fault}"
         resident_s = plan.step_s + handling_s(plan.down_bytes, plan.up_bytes)
-        gemm_s = _gemms_s(call, profiles, self._wire) + _attention_flops(call) / self.local_flops_per_s
+        gemm_s = _gemms_s(call, profiles, self._wire, self._medium) + _attention_flops(call) / self.local_flops_per_s
         local_s = _flops(call) / self.local_flops_per_s if self.may_stay else math.inf
         if not must and min(gemm_s, local_s) < resident_s:
             where = "on devices" if gemm_s < local_s else "on this server"
@@ -101,9 +112,10 @@ class Grains:
         beside = "gemms do not fit" if gemm_s == math.inf else f"{gemm_s:.3g} s with gemms"
         if local_s < math.inf:
             beside += f", {local_s:.3g} s on this server alone"
-        self._say(
+        self._tell(
+            held,
             f"grain resident: {resident_s:.3g} s a step foreseen (limit: {plan.limit}), {beside}; "
-            f"chunks of {plan.chunk} tokens; {held}"
+            f"chunks of {plan.chunk} tokens; {held}",
         )
         return None
 
@@ -126,11 +138,37 @@ class Grains:
                     sequence=sequence,
                     wire=self._wire,
                     medium_bytes_per_s=self._medium,
-                    previous=None if found is None else _renumbered(found, profiles.names),
+                    previous=self._standing(call, profiles.names),
                 )
-                found = self._planned[call] = _Planned(number, profiles.names, plan)
+                found = _Planned(number, profiles.names, plan)
+            self._planned.pop(call, None)
+            self._planned[call] = found  # the latest last
+            if len(self._planned) > _REMEMBERED:
+                del self._planned[next(iter(self._planned))]
             self.latest = found.plan
             return found.plan, found.names
+
+    def _standing(self, call: _Call, names: tuple[str, ...]) -> ColumnPlan | None:
+        """Who holds these layers already, for a batch like this one or, with or without a head, for another."""
+        found = self._planned.get(call)
+        if found is not None:
+            return _renumbered(found, names)
+        for other, planned in reversed(self._planned.items()):
+            if other.stack.hidden == call.stack.hidden and other.stack.parts == call.stack.parts:
+                plan = _renumbered(planned, names)
+                return plan if plan is None else _with_head(plan, call.stack, other.stack)
+        return None
+
+
+def _with_head(plan: ColumnPlan, stack: Stack, planned: Stack) -> ColumnPlan | None:
+    """A plan of the same parts, its head left out if there is none; None where one would be missing."""
+    if (stack.head is None) == (planned.head is None):
+        return plan
+    if planned.head is None:
+        return None
+    *others, last = plan.stages
+    kept = () if last.count == 1 else (replace(last, count=last.count - 1),)
+    return replace(plan, stages=(*others, *kept))
 
 
 def sublayers(stack: Stack) -> list[Sublayer]:
@@ -170,26 +208,27 @@ def _renumbered(found: _Planned, names: tuple[str, ...]) -> ColumnPlan | None:
     return replace(found.plan, stages=stages)
 
 
-def _gemms_s(call: _Call, profiles: Profiles, wire: WireFormat) -> float:
+def _gemms_s(call: _Call, profiles: Profiles, wire: WireFormat, medium_bytes_per_s: float) -> float:
     """A step as products alone; without end if the fleet cannot hold their blocks."""
     seconds: dict[Linear, float] = {}
     total_s = 0.0
     try:
         for linear in _linears(call):
             if linear not in seconds:
-                seconds[linear] = plan_linear(profiles, linear, wire).total_s + _handling_s(linear, len(profiles), wire)
+                down, up = _moved_bytes(linear, len(profiles), wire)
+                planned_s = max(plan_linear(profiles, linear, wire).total_s, (down + up) / medium_bytes_per_s)
+                seconds[linear] = planned_s + handling_s(down, up)
             total_s += seconds[linear]
     except InfeasibleError:
         return math.inf
     return total_s
 
 
-def _handling_s(linear: Linear, devices: int, wire: WireFormat) -> float:
+def _moved_bytes(linear: Linear, devices: int, wire: WireFormat) -> tuple[float, float]:
     """Of a layer cut by rows: X and dY down and W to every device; Y and dX up, and a partial sum of dW from each."""
     rows = linear.tokens * (linear.in_width + linear.out_width)
-    weights = devices * linear.in_width * linear.out_width
-    size = WIRE_BYTES[wire]
-    return handling_s(size * (rows + weights), size * (rows + weights * ("grad_weight" in linear.roles)))
+    weights = devices * linear.in_width * linear.out_width if "grad_weight" in linear.roles else 0
+    return WIRE_BYTES[wire] * (rows + weights), WIRE_BYTES[wire] * (rows + weights)
 
 
 def _flops(call: _Call) -> float:

@@ -336,7 +336,7 @@ class Passes:
             is_needed = run.course == "forward" and run.batch.is_trained
             if not is_needed and all(run.flow.is_through(column, sequence) for column in mates):
                 between.release(stage, sequence)
-        self._submit(run, units)
+        self._submit(run, units, [seat.column] if run.flow.is_over(seat) else [])
 
     def _add(self, work: ReadWork, accept: Accept, values: Matrix) -> None:
         """A rectangle of a gradient, as far as nobody had returned it before."""
@@ -365,9 +365,10 @@ class Passes:
         if self._ended is None:
             self.handle(TasksSubmitted(tuple(run.hold_tasks(parameter, tensor))))
 
-    def _submit(self, run: PassRun, units: list[Unit]) -> None:
+    def _submit(self, run: PassRun, units: list[Unit], columns: Sequence[Column] | None = None) -> None:
+        """Units, and what can be read now of some columns, or of all."""
         tasks = [run.unit_task(unit) for unit in units]
-        for column in run.flow.columns:
+        for column in run.flow.columns if columns is None else columns:
             for account in run.flow.readable(column):
                 tasks += run.read_tasks(account)
         if tasks:
