@@ -12,10 +12,10 @@ from one_layer import CHUNK, HIDDEN, KEY_WIDTH, PLAIN, ROWS, Layer
 from plain_parts import Maker
 from test_worker import joined
 
+from cleave.core.units import state_bytes
 from cleave.device.programs.gemm import bands
 from cleave.device.programs.kernels import NumpyKernel
 from cleave.device.programs.resident import make_task
-from cleave.device.store import state_bytes
 from cleave.errors import ProtocolError
 from cleave.wire import messages
 from cleave.wire.programs import Collect

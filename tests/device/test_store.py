@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cleave.core.cost import WireFormat
+from cleave.core.units import state_bytes
 from cleave.device.programs.kernels import NumpyKernel
-from cleave.device.store import Store, state_bytes
+from cleave.device.store import Store
 from cleave.errors import ProtocolError
 from cleave.wire.messages import Store as StoreMessage
 from cleave.wire.numbers import Encoded, Matrix, NumpyCodec, encoded_bytes

@@ -14,9 +14,13 @@ from cleave.core.planner.column_plan import ColumnPlan
 from cleave.core.planner.live_columns import plan_columns
 from cleave.errors import InfeasibleError
 from cleave.server.grain import Grains
+from cleave.wire.stack import Batch
 
 STACK = decoder(hidden=32, layers=2).stack
 SEQUENCES, SEQUENCE = 4, 16
+BATCH = Batch(
+    x=np.zeros((SEQUENCES * SEQUENCE, 32), dtype=np.float32), sequences=SEQUENCES, sequence=SEQUENCE, operands=()
+)
 
 
 def devices(*names: str, flops_per_s: float = 1e10, memory_bytes: float = 1e9, rate: float = 1e6) -> Profiles:
@@ -55,10 +59,10 @@ class Place:
         self.number, self.profiles = self.number + 1, profiles
 
     def why_not(self, *, must: bool = False) -> str | None:
-        return self.grains.why_not(STACK, SEQUENCES, SEQUENCE, must=must)
+        return self.grains.why_not(STACK, SEQUENCES, SEQUENCE, True, must=must)
 
     def plan(self) -> tuple[ColumnPlan, tuple[str, ...]]:
-        return self.grains.plan(STACK, SEQUENCES, SEQUENCE)
+        return self.grains.plan(STACK, BATCH)
 
 
 def taking(seconds: float) -> Any:

@@ -121,7 +121,7 @@ def _laid_out(model: Decoder, share: Share, batch: Batch, at: Staging, chunk: in
         up_bytes=0.0,
         limit="compute",
     )
-    run.lay_out(plan, ("ann",), lambda device: 1 << 40)
+    run.lay_out(plan, ("ann",), lambda device: 1 << 40, ())
     return run
 
 

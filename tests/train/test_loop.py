@@ -386,7 +386,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_loses_nothing(
     def wrap(model: torch.nn.Module) -> torch.nn.Module:
         def hook(module: object, inputs: object, output: object) -> None:
             if spoil:
-                output.loss = output.loss * math.nan  # pyright: ignore
+                output.logits = output.logits * math.nan  # pyright: ignore
 
         model.register_forward_hook(hook)
         return model

@@ -81,10 +81,6 @@ class Unit:
     """Its result is known already, from a device that left."""
 
 
-class Stuck(Exception):  # a finding, which the shell answers with another plan
-    """Nothing can go on with the devices that are left."""
-
-
 class Flow:
     """`begin`, then `done` for every unit; both give the units that became ready."""
 
@@ -199,14 +195,21 @@ class Flow:
         return self._around(seat.column.stage, seat.sequence) + self._settle()
 
     def readable(self, column: Column) -> list[Account]:
-        """Accounts of a column through which everything has gone, to be read now; each is given once."""
+        """Accounts to be read now; each is given once.
+
+        All of a column, when everything has gone through it. One that makes up for what a device took with it, as soon
+        as all of that has: another of those may need its room.
+        """
         if column.stage not in self.trained:
             return []
-        mine = [self._seats.get((column, sequence)) for sequence in range(self._sequences)]
-        if any(seat is None or not self.is_over(seat) for seat in mine):
-            return []
-        self.accounts[column] = [account for account in self.accounts[column] if account.seats]  # others gave theirs up
-        found = [account for account in self.accounts[column] if not account.is_closed]
+        is_whole = all(self.is_through(column, sequence) for sequence in range(self._sequences))
+        if is_whole:  # others gave theirs up
+            self.accounts[column] = [account for account in self.accounts[column] if account.seats]
+        found = [
+            account
+            for account in self.accounts[column]
+            if not account.is_closed and (is_whole or self._is_made_up(account))
+        ]
         for account in found:
             account.is_closed = True
         return found
@@ -235,9 +238,13 @@ class Flow:
     def give_up_seats(self, device: DeviceId) -> tuple[list[Seat], list[Unit]]:
         """A device lags: sequences of which it has added nothing to an account move to others, if there are any."""
         lost: list[Seat] = []
+        free = {
+            column: sum(desk.slots - desk.open for desk in desks if not desk.is_late)
+            for column, desks in self.desks.items()
+        }
         for seat in list(self.seats(device)):
-            others = [desk for desk in self.desks[seat.column] if not desk.is_late and desk.open < desk.slots]
-            if others and not seat.sent["backward"] and not self.is_over(seat):
+            if free[seat.column] > 0 and not seat.sent["backward"] and not self.is_over(seat):
+                free[seat.column] -= 1
                 lost.append(seat)
                 seat.account.seats.remove(seat)
                 seat.desk.open -= 1
@@ -252,7 +259,9 @@ class Flow:
     @property
     def unserved(self) -> list[Column]:
         """Columns that sequences wait for and nobody serves."""
-        return [column for column in self._columns if not self.desks[column]]
+        empty = [column for column in self._columns if not self.desks[column]]
+        every = range(self._sequences)
+        return [column for column in empty if not all(self.is_through(column, sequence) for sequence in every)]
 
     def settle(self) -> list[Unit]:
         """Desks were added."""
@@ -296,6 +305,10 @@ class Flow:
         self._seats[column, sequence] = seat
         desk.open += 1
         return list(self._ready(seat))
+
+    def _is_made_up(self, account: Account) -> bool:
+        waiting = any(part is account.part for _, _, part in self._homeless)
+        return account.part is not None and not waiting and all(self.is_over(seat) for seat in account.seats)
 
     def _account(self, column: Column, device: DeviceId, part: object) -> Account:
         for account in self.accounts[column]:

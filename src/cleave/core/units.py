@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from cleave.core.cost import THIN_ROWS, WIRE_BYTES, WireFormat
+from cleave.core.cost import DEVICE_BYTES, THIN_ROWS, WIRE_BYTES, WireFormat
 from cleave.core.fleet import Floats, Ints
 from cleave.core.shapes import ModelShape
 
@@ -27,6 +27,14 @@ FORWARD_ROW_BYTES = 4
 """The head's target of a row."""
 LOGSUMEXP_BYTES = 8
 """What the head returns of a row forward (logsumexp, target logit, fp32), and gets back once slices are summed."""
+
+
+_STATE_ARRAYS = 4  # keys, values and their gradients
+
+
+def state_bytes(kv_widths: Sequence[int], sequence: int) -> int:
+    """What a live device keeps of an open sequence, in fp32, given the width of the keys of each attention."""
+    return _STATE_ARRAYS * DEVICE_BYTES * sequence * sum(kv_widths)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +95,7 @@ def live_terms(wire: WireFormat) -> Terms:
         gradient_bytes=size,
         resident_bytes=4,
         accumulator_bytes=4,
-        state_bytes=16,
+        state_bytes=_STATE_ARRAYS * DEVICE_BYTES,
         working_bytes=4,
         inner_numbers=8,
         head_numbers=1,

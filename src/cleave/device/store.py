@@ -6,9 +6,9 @@ break the cap or the order, so a faulty server cannot take more of a volunteer's
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
+from cleave.core.units import state_bytes
 from cleave.device.programs.attention import Cache
 from cleave.device.programs.kernels import Array, Kernel
 from cleave.errors import ProtocolError
@@ -16,12 +16,6 @@ from cleave.wire.frame import Buffer
 from cleave.wire.messages import Store as StoreMessage
 
 _ELEMENT_BYTES = 4
-_ARRAYS = 4  # keys, values and their gradients
-
-
-def state_bytes(kv_widths: Sequence[int], sequence: int) -> int:
-    """What the state of a sequence takes, given the width of the keys of each attention."""
-    return _ARRAYS * _ELEMENT_BYTES * sequence * sum(kv_widths)
 
 
 @dataclass(slots=True)

@@ -33,6 +33,7 @@ _WORKSPACE_BYTES = 64 << 20
 """What computing may take beyond the memory offered, which is for what is held: tiles and buffers, however small."""
 _REMEMBERED = 64  # cancelled tasks whose results may be on their way
 _AT_ONCE = -1  # before every result
+_MOST_TASKS = 64  # a server has far fewer unfinished ones
 _MOST_WAITING = 3
 """Results in the line to the server beyond which sums stay where they are."""
 
@@ -88,6 +89,7 @@ class Worker:
         self._tasks: dict[int, _Running] = {}
         self._cancelled: deque[int] = deque(maxlen=_REMEMBERED)
         self._outgoing: asyncio.PriorityQueue[tuple[int, int, messages.FromDevice, Buffer]] = asyncio.PriorityQueue()
+        self._unsent_bytes = 0
         self._work = asyncio.Event()
         self._order = 0
         self._down_bytes, self._down_s = 0, 0.0
@@ -162,6 +164,8 @@ class Worker:
                     raise ProtocolError("there is less memory than was offered") from None
                 self._work.set()
             case messages.Run():
+                if len(self._tasks) >= _MOST_TASKS:
+                    raise ProtocolError(f"expected at most {_MOST_TASKS} unfinished tasks, got one more")
                 self._order += 1
                 task = make_task(message.program, self._store, self._kernel)
                 self._tasks[message.task] = _Running(message, task, self._order)
@@ -211,15 +215,19 @@ class Worker:
         while True:
             _, _, message, payload = await self._outgoing.get()
             if isinstance(message, messages.Result) and message.task in self._cancelled:
+                self._unsent_bytes -= len(payload)
                 continue  # others were faster
             await self._channel.send(message, payload)
+            self._unsent_bytes -= len(payload)
             self._done.up_bytes += message.payload
             self._work.set()
 
     # -------------------------------------------------------------------------------------------- parts
 
     def _next(self) -> tuple[_Running | None, Chunk | None]:
-        """The most urgent thing that can be computed now."""
+        """The most urgent thing that can be computed now; nothing while too much waits for the uplink."""
+        if self._unsent_bytes > self._offer.memory_bytes + _WORKSPACE_BYTES:
+            return None, None
         for running in sorted(self._tasks.values(), key=lambda entry: (entry.message.priority, entry.order)):
             if running.task.only_returns and self._outgoing.qsize() >= _MOST_WAITING:
                 continue
@@ -258,6 +266,7 @@ class Worker:
     def _put(self, priority: int, message: messages.FromDevice, payload: Buffer) -> None:
         """Into the sender's queue: neither receiving nor computing waits for the uplink."""
         self._order += 1
+        self._unsent_bytes += len(payload)
         self._outgoing.put_nowait((priority, self._order, message, payload))
 
     def _end(self, task: int) -> None:

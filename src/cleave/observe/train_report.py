@@ -109,7 +109,8 @@ def _as_json(summary: Summary, devices: Sequence[Device], directory: Path) -> di
             {
                 "device": device.name,
                 "tasks": device.tasks,
-                "flops": device.verified_flops,
+                "flops": device.done_flops,
+                "verified_flops": device.verified_flops,
                 "wrong": device.wrong,
                 "down_bytes": device.down_bytes,
                 "up_bytes": device.up_bytes,

@@ -35,6 +35,7 @@ class Device(Protocol):
     name: str
     kernel: str
     tasks: int
+    done_flops: float
     verified_flops: float
     wrong: int
     down_bytes: int
@@ -187,7 +188,7 @@ def device_table(devices: Sequence[Device]) -> Table:
     """What each device can do and has done."""
     table = Table(box=None, padding=(0, 1))
     table.add_column("device", no_wrap=True)
-    for heading in ("speed", "down", "up", "tasks", "verified", "received", "returned"):
+    for heading in ("speed", "down", "up", "tasks", "work", "received", "returned"):
         table.add_column(heading, justify="right", no_wrap=True)
     for device in devices:
         flops, down, up = device.rates
@@ -197,7 +198,7 @@ def device_table(devices: Sequence[Device]) -> Table:
             si(down, "B/s"),
             si(up, "B/s"),
             f"{device.tasks:,}",
-            si(device.verified_flops, "FLOP"),
+            si(device.done_flops, "FLOP"),
             si(device.down_bytes, "B"),
             si(device.up_bytes, "B"),
         )

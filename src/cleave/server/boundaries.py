@@ -56,7 +56,7 @@ class Boundaries:
             self._dy[last - 1] = np.zeros((tokens, 2), dtype=np.float32)
         self._begun: set[tuple[Side, int, int, int]] = set()
         self._tensors: dict[tuple[str, int, int, int], Tensor] = {}
-        self._rotary = self._staged(batch.rotary, "fp32")
+        self._rotary = None if batch.rotary is None else staging.table(batch.rotary)
 
     # -------------------------------------------------------------------------------------------- rows
 

@@ -30,7 +30,7 @@ from cleave.core.ledger import Ledger
 from cleave.core.planner.column_plan import ColumnPlan
 from cleave.core.planner.linear import Linear, LinearPlan, plan_linear
 from cleave.core.planner.live_columns import plan_columns
-from cleave.core.tasks import DeviceId, OperandId, OperandsReleased
+from cleave.core.tasks import DeviceId, DeviceLeft, OperandId, OperandsReleased
 from cleave.errors import FleetGoneError, InfeasibleError
 from cleave.server.audits import Audits, Replay
 from cleave.server.dispatcher import Dispatcher
@@ -145,7 +145,7 @@ class Cluster:
             staging=self._staging,
             keys=keys or Keys(),
             fleet_changed=self._fleet_changed,
-            left=self._passes.left,
+            left=self._device_left,
             listener=self._listener,
         )
         self._jobs.handle = self._passes.handle = self._dispatcher.handle
@@ -220,11 +220,13 @@ class Cluster:
         self, stack: Stack, sequences: int, sequence: int, is_trained: bool, *, must: bool = False
     ) -> str | None:
         """None: layers shall be resident for such a batch; else why not. With `must` only if they cannot be."""
-        return self.grains.why_not(stack, sequences, sequence, must=must)
+        return self.grains.why_not(stack, sequences, sequence, is_trained, must=must)
 
     def run(self, stack: Stack, batch: Batch) -> PassRun:
         """Start a batch on its way through a stack of resident layers."""
         self._products += 1
+        with suppress(InfeasibleError):  # it waits for others, and says so
+            self.grains.plan(stack, batch)  # here, as it takes time that the event loop does not have
         return self._passes.start(stack, batch, self.wire)
 
     def wait(self, future: Future[_Result]) -> _Result:
@@ -277,11 +279,22 @@ class Cluster:
 
     # -------------------------------------------------------------------------------------------- fleet
 
-    def _fleet_changed(self) -> None:
+    def _look(self) -> None:
+        """At who is there, for those who plan and those who wait."""
         self._fleet = (self._roster.number, self._roster.profiles())
         self.devices = len(self._roster.members.keys() - {STAND_IN})
         with self._arrival:
             self._arrival.notify_all()
+
+    def _device_left(self, device: DeviceId) -> None:
+        """What it had goes to others, of whom it is none any more."""
+        self._look()
+        self._dispatcher.handle(DeviceLeft(device), device)
+        self._passes.left(device)
+
+    def _fleet_changed(self) -> None:
+        """Someone came, or is late, or no longer."""
+        self._look()
         if self._fleet[1] is not None:
             if self._giving_up is not None:
                 self._giving_up.cancel()
@@ -294,18 +307,21 @@ class Cluster:
             self._refresh_later()
 
     def _plan_pass(
-        self, stack: Stack, batch: Batch, barred: Collection[DeviceId]
+        self, stack: Stack, batch: Batch, unable: Collection[DeviceId], barred: Collection[DeviceId], *, anew: bool
     ) -> tuple[ColumnPlan, tuple[str, ...]]:
-        """Without those who were found wrong, if the others can do it."""
+        """Without those who could not do it and, if the others can, without those who were found wrong."""
+        if barred:
+            with suppress(InfeasibleError):
+                return self.grains.plan(stack, batch, self._without({*unable, *barred}))
+        return self.grains.plan(stack, batch, self._without(unable) if unable else None, anew=anew)
+
+    def _without(self, devices: Collection[DeviceId]) -> tuple[int, Profiles]:
         number, profiles = self._fleet
-        sizes = batch.sequences, batch.sequence
-        if barred and profiles is not None:
-            others = np.flatnonzero([name not in barred for name in profiles.names])
-            if len(others):
-                with suppress(InfeasibleError):
-                    fleet = hash((number, frozenset(barred))), profiles.take(others)
-                    return self.grains.plan(stack, *sizes, fleet)
-        return self.grains.plan(stack, *sizes)
+        names = profiles.names if profiles is not None else ()
+        others = np.flatnonzero([name not in devices for name in names])
+        if profiles is None or not len(others):
+            raise InfeasibleError("no device is there that can do it")
+        return hash((number, frozenset(devices))), profiles.take(others)
 
     def _wait_or_compute(self, reason: str) -> None:
         """Work is there and nobody who can do it."""

@@ -29,7 +29,6 @@ from cleave.core.tasks import (
     DeviceAnswered,
     DeviceId,
     DeviceJoined,
-    DeviceLeft,
     DeviceMoved,
     Event,
     Forget,
@@ -317,9 +316,11 @@ class Dispatcher:
             if member.trust.is_lost:
                 raise _Parted(f"quarantined: {member.wrong} of its results were wrong", rejoin=False) from None
             return
+        share = part.area / task.whole.area
+        member.done_flops += task.flops * share
         if not task.is_bound:  # what is bound was not checked, only perhaps will be audited
-            member.trust.right(part.area / task.whole.area)
-            member.verified_flops += task.flops * part.area / task.whole.area
+            member.trust.right(share)
+            member.verified_flops += task.flops * share
         member.failures = member.refused = member.bad_stays = 0
         member.has_helped = True
         self._measure(member, task, result, received)
@@ -352,8 +353,6 @@ class Dispatcher:
         del self._lines[name], self._parting[name]
         self._roster.remove(member.name)
         self._listener(events.DeviceLeft(device=member.name, reason=reason, lost_tasks=lost))
-        self._fleet_changed()
-        self.handle(DeviceLeft(name), name)
         self._left(name)
 
     # -------------------------------------------------------------------------------------------- from time to time

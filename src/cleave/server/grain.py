@@ -22,7 +22,7 @@ from cleave.errors import InfeasibleError
 from cleave.server.segments import Share as Segment
 from cleave.server.segments import inner_width, kind_of, sliceable
 from cleave.wire.programs import Attention, Weight
-from cleave.wire.stack import Stack
+from cleave.wire.stack import Batch, Stack
 
 Grain = Literal["auto", "gemm", "resident"]
 _REMEMBERED = 32  # batches of other lengths, each with its plan
@@ -40,6 +40,7 @@ class _Call:
     stack: Stack
     sequences: int
     sequence: int
+    is_trained: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +75,16 @@ class Grains:
         self.may_stay = False
         """Whether that process may compute what devices could."""
 
-    def why_not(self, stack: Stack, sequences: int, sequence: int, *, must: bool) -> str | None:
+    def why_not(self, stack: Stack, sequences: int, sequence: int, is_trained: bool, *, must: bool) -> str | None:
         """Why gemms are better for such a batch; None: resident layers. Decided anew when other devices are there."""
-        call = _Call(stack, sequences, sequence)
-        _, profiles = self._fleet()
+        call = _Call(stack, sequences, sequence, is_trained)
+        number, profiles = self._fleet()
         names = profiles.names if profiles is not None else ()
         found = self._chosen.get((call, must))
         if len(self._chosen) > _REMEMBERED:
             self._chosen.clear()
         if found is None or found[0] != names:
-            found = self._chosen[call, must] = (names, self._decide(call, profiles, must=must))
+            found = self._chosen[call, must] = (names, self._decide(call, number, profiles, must=must))
             if found[1] is not None:
                 self._tell(f"gemm on {names}", f"grain gemm: {found[1]}")
         return found[1]
@@ -94,11 +95,11 @@ class Grains:
             self._told = key
             self._say(text)
 
-    def _decide(self, call: _Call, profiles: Profiles | None, *, must: bool) -> str | None:
+    def _decide(self, call: _Call, number: int, profiles: Profiles | None, *, must: bool) -> str | None:
         if profiles is None:
             return None if must else "no device is there"
         try:
-            plan = self.plan(call.stack, call.sequences, call.sequence, self._fleet())[0]
+            plan, names = self._plan(call, number, profiles)
         except InfeasibleError as fault:
             return f"no layers can be resident: {fault}"
         resident_s = plan.step_s + handling_s(plan.down_bytes, plan.up_bytes)
@@ -108,7 +109,7 @@ class Grains:
             where = "on devices" if gemm_s < local_s else "on this server"
             best_s = min(gemm_s, local_s)
             return f"{best_s:.3g} s a step {where}, {resident_s:.3g} s with resident layers (limit: {plan.limit})"
-        held = "; ".join(_described(stage, profiles.names, call.stack) for stage in plan.stages)
+        held = "; ".join(_described(stage, names, call.stack) for stage in plan.stages)
         beside = "gemms do not fit" if gemm_s == math.inf else f"{gemm_s:.3g} s with gemms"
         if local_s < math.inf:
             beside += f", {local_s:.3g} s on this server alone"
@@ -120,32 +121,45 @@ class Grains:
         return None
 
     def plan(
-        self, stack: Stack, sequences: int, sequence: int, fleet: Fleet | None = None
+        self, stack: Stack, batch: Batch, fleet: Fleet | None = None, *, anew: bool = True
     ) -> tuple[ColumnPlan, tuple[str, ...]]:
-        """Who holds what for such a batch; InfeasibleError where nothing fits."""
+        """Who holds what for a batch; InfeasibleError where nothing fits.
+
+        Not `anew`: as planned before, if all of those are still there, as planning takes time.
+        """
         number, profiles = fleet or self._fleet()
         if profiles is None:
             raise InfeasibleError("no device is there")
-        call = _Call(stack, sequences, sequence)
+        call = _Call(stack, batch.sequences, batch.sequence, batch.is_trained)
+        found = self._planned.get(call)
+        if not anew and found is not None and _renumbered(found, profiles.names) is not None:
+            return found.plan, found.names
+        return self._plan(call, number, profiles, is_usual=fleet is None)
+
+    def _plan(
+        self, call: _Call, number: int, profiles: Profiles, *, is_usual: bool = True
+    ) -> tuple[ColumnPlan, tuple[str, ...]]:
         with self._lock:
             found = self._planned.get(call)
             if found is None or found.number != number:
                 plan = self._arrange(
                     profiles,
-                    sublayers(stack),
-                    hidden=stack.hidden,
-                    sequences=sequences,
-                    sequence=sequence,
+                    sublayers(call.stack, is_trained=call.is_trained),
+                    hidden=call.stack.hidden,
+                    sequences=call.sequences,
+                    sequence=call.sequence,
                     wire=self._wire,
                     medium_bytes_per_s=self._medium,
                     previous=self._standing(call, profiles.names),
                 )
                 found = _Planned(number, profiles.names, plan)
+            self.latest = found.plan
+            if not is_usual:
+                return found.plan, found.names
             self._planned.pop(call, None)
             self._planned[call] = found  # the latest last
             if len(self._planned) > _REMEMBERED:
                 del self._planned[next(iter(self._planned))]
-            self.latest = found.plan
             return found.plan, found.names
 
     def _standing(self, call: _Call, names: tuple[str, ...]) -> ColumnPlan | None:
@@ -171,19 +185,19 @@ def _with_head(plan: ColumnPlan, stack: Stack, planned: Stack) -> ColumnPlan | N
     return replace(plan, stages=(*others, *kept))
 
 
-def sublayers(stack: Stack) -> list[Sublayer]:
+def sublayers(stack: Stack, *, is_trained: bool = True) -> list[Sublayer]:
     """A stack as the planner sees it."""
     count = len(stack.parts) + (stack.head is not None)
-    return [_sublayer(stack, number) for number in range(count)]
+    return [_sublayer(stack, number, is_trained=is_trained) for number in range(count)]
 
 
-def _sublayer(stack: Stack, number: int) -> Sublayer:
+def _sublayer(stack: Stack, number: int, *, is_trained: bool) -> Sublayer:
     share = Segment(first=number, count=1)
     sizes = [(view.area, stack.parameters[view.parameter].is_trained) for view in share.views(stack)]
     return Sublayer(
         kind=kind_of(stack, number),
         params=sum(size for size, _ in sizes),
-        trained=sum(size for size, is_trained in sizes if is_trained),
+        trained=sum(size for size, changes in sizes if changes and is_trained),
         kv_width=sum(share.kv_widths(stack)),
         inner=inner_width(stack, number),
         slices=sliceable(stack, number),
@@ -258,6 +272,8 @@ def _linears(call: _Call) -> Iterator[Linear]:
         sides = [_sides(stack, weight) for weight in group]
         is_trained = any(stack.parameters[view.parameter].is_trained for view in views)
         roles: tuple[Role, ...] = ("forward", "grad_input", "grad_weight") if is_trained else ("forward", "grad_input")
+        if not call.is_trained:
+            roles = ("forward",)
         yield Linear(
             tokens=call.sequences * call.sequence,
             in_width=sides[0][1],

@@ -170,6 +170,7 @@ class Service:
                         "latency_s": member.latency_s,
                         "memory_bytes": member.memory_bytes,
                         "tasks": member.tasks,
+                        "done_flops": member.done_flops,
                         "verified_flops": member.verified_flops,
                         "wrong": member.wrong,
                     }

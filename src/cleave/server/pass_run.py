@@ -6,7 +6,8 @@ accumulators. For callers in other threads it is a `Pass`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -106,6 +107,8 @@ class PassRun:
         self._arrivals: SimpleQueue[tuple[int, Matrix] | None] = SimpleQueue()
         self.has_delivered = False
         """Some gradients are in the caller's hands: they cannot be made again."""
+        self.unable: set[DeviceId] = set()
+        """Who could not do a unit of it."""
         self.barred: set[DeviceId] = set()
         """Whose work in it was found wrong."""
 
@@ -132,7 +135,17 @@ class PassRun:
 
     # -------------------------------------------------------------------------------------------- layout
 
-    def lay_out(self, plan: ColumnPlan, names: tuple[str, ...], memory_bytes: Callable[[DeviceId], int]) -> None:
+    def follows(self, plan: ColumnPlan, names: tuple[str, ...]) -> bool:
+        """Whether it is laid out as a plan says, whatever that foresees."""
+        return _arrangement(self.plan, self.names) == _arrangement(plan, names)
+
+    def lay_out(
+        self,
+        plan: ColumnPlan,
+        names: tuple[str, ...],
+        memory_bytes: Callable[[DeviceId], int],
+        late: Collection[DeviceId],
+    ) -> None:
         """Columns, desks and room for a plan; what is between its stages stays for a backward of its own."""
         slices = [len(stage.slices) for stage in plan.stages]
         self.plan, self.names = plan, names
@@ -162,6 +175,8 @@ class PassRun:
         )
         self._early.clear()
         self._set_desks(memory_bytes)
+        for desk in itertools.chain.from_iterable(self.flow.desks.values()):
+            desk.is_late = desk.device in late
         if self.goes_back:
             self.boundaries.expect_gradients(self.dy)
             self.gradients = {
@@ -380,3 +395,12 @@ class PassRun:
 
     def _whole(self, tensor: Tensor) -> Operand:
         return self._staging.slice(tensor, (0, tensor.rows), (0, tensor.cols)).operand
+
+
+def _arrangement(plan: ColumnPlan, names: tuple[str, ...]) -> object:
+    """Who holds what, and how long chunks are."""
+    stages = [
+        (stage.first, stage.count, [[names[share.device] for share in column] for column in stage.slices])
+        for stage in plan.stages
+    ]
+    return plan.chunk, stages

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -46,7 +46,7 @@ from cleave.wire.numbers import Codec, Matrix
 from cleave.wire.programs import Hold, Program
 from cleave.wire.stack import Batch, Stack
 
-Planner = Callable[[Stack, Batch, Collection[DeviceId]], tuple[ColumnPlan, tuple[str, ...]]]
+Planner = Callable[..., tuple[ColumnPlan, tuple[str, ...]]]
 """A plan, without some devices if it can be, and the names of the devices it numbers."""
 
 _FEW = 2
@@ -90,6 +90,7 @@ class Passes:
         """The one that is under way."""
         self._is_parked = False
         self._losses: list[_Loss] = []
+        self._late: set[DeviceId] = set()
         self._ended: CleaveError | None = None
         self.handle: Callable[[Event], None] = lambda event: None
         """The dispatcher's, which is made after this."""
@@ -127,10 +128,7 @@ class Passes:
         run = self._run
         if self._is_parked and run is not None:
             self._is_parked = False
-            if run.has_delivered:
-                self._resettle(run)
-            else:
-                self._begin(run)
+            self._safely(run, lambda: self._resettle(run) if run.has_delivered else self._begin(run))
 
     def fail(self, fault: CleaveError, *, for_good: bool) -> None:
         """End every pass with an error; `for_good`, those to come too."""
@@ -154,30 +152,35 @@ class Passes:
         if self._line and self._run is None:
             run, run.course = self._line.popleft()
             self._run = run
-            self._begin(run)
+            self._safely(run, lambda: self._begin(run, again=False))
 
-    def _begin(self, run: PassRun) -> None:
-        """With the plan for those who are there now; a pass that has begun before begins again."""
+    def _begin(self, run: PassRun, *, again: bool = True) -> None:
+        """With a plan for those who are there; a pass that has begun before begins again."""
         self._clear(run)
         try:
-            plan, names = self._planner(run.stack, run.batch, run.barred)
+            plan, names = self._planner(run.stack, run.batch, run.unable, run.barred, anew=again)
             memory = self._memory()
             if not {names[device] for stage in plan.stages for device in stage.devices} <= memory.keys():
                 raise InfeasibleError("a device left while it was planned for")
-            if run.course == "backward" and (plan, names) != (run.plan, run.names):
+            if run.course == "backward" and not run.follows(plan, names):
                 run.course = "both"  # what is between the stages of another plan is not there
-            run.lay_out(plan, names, lambda device: memory[device])
+            run.lay_out(plan, names, lambda device: memory[device], self._late)
         except InfeasibleError as fault:
             self._is_parked = True
             self._alone(str(fault))
             return
-        except Exception as fault:  # ours: whoever waits for the pass must not wait for ever
-            log.exception("a pass could not be planned")
-            self._stop(run)
-            _fail(run, CleaveError(f"a pass could not be planned: {fault!r}; please report this"))
-            self._next()
-            return
         self._submit(run, run.flow.begin())
+
+    def _safely(self, run: PassRun, step: Callable[[], None]) -> None:
+        """Whoever waits for a pass must not wait for ever, if what goes on in the loop fails through our own fault."""
+        try:
+            step()
+        except Exception as fault:
+            log.exception("a pass failed")
+            if run is self._run:
+                self._stop(run)
+            _fail(run, CleaveError(f"a pass failed: {fault!r}; please report this"))
+            self._next()
 
     def _resettle(self, run: PassRun, units: Sequence[Unit] = ()) -> None:
         """Columns that nobody serves go to others."""
@@ -217,6 +220,7 @@ class Passes:
 
     def lag(self, late: set[DeviceId]) -> None:
         """Who is late now: others take what they can of theirs."""
+        self._late = late
         run = self._run
         if run is None or self._is_parked:
             return
@@ -249,12 +253,12 @@ class Passes:
             for desk in desks:
                 if desk.device in memory:
                     memory[desk.device] -= run.need_bytes(other, desk.slots)
-        rooms = {device: run.slots(column, left) for device, left in memory.items()}
+        rooms = {device: run.slots(column, left) for device, left in memory.items() if device not in run.unable}
         profiles = self._fleet()
         if profiles is not None and any(rooms.values()):
             speeds = dict(zip(profiles.names, profiles.flops_per_s.tolist(), strict=True))
             best = max((device for device in rooms if rooms[device]), key=lambda device: speeds[device])
-            run.flow.desks[column].append(Desk(best, rooms[best], speeds[best]))
+            run.flow.desks[column].append(Desk(best, rooms[best], speeds[best], is_late=best in self._late))
 
     def _memory(self) -> dict[DeviceId, int]:
         profiles = self._fleet()
@@ -306,6 +310,7 @@ class Passes:
             run = cast("UnitWork | ReadWork", orphan.task.work).run
             if orphan.task.device in self._ledger and run is self._run:
                 log.info("%s has no more part in this pass: it could not do a unit", orphan.task.device)
+                run.unable.add(orphan.task.device)
                 self._leave(run, orphan.task.device)
 
     def hedge(self, hedges: list[Hedge]) -> None:
@@ -400,7 +405,7 @@ class Passes:
             self._alone(reason)
         else:
             log.info("a pass begins again: %s", reason)
-            self._begin(run)
+            self._safely(run, lambda: self._begin(run))
 
     def _audited(self, wrong: DeviceId | None) -> None:
         """Another audit of the pass under way is through."""
@@ -418,7 +423,7 @@ class Passes:
         else:
             log.info("a pass begins again: what %s did in it was found wrong", wrong)
             run.barred.add(wrong)
-            self._begin(run)
+            self._safely(run, lambda: self._begin(run))
 
     def _forget(self, run: PassRun, what: Seat | Account) -> None:
         """Nothing more is asked of a seat or an account: what its device keeps for it goes."""

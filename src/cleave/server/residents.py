@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from cleave.core.cost import DEVICE_BYTES
 from cleave.core.flow import Direction
 from cleave.core.tasks import Operand
-from cleave.core.units import SublayerKind
+from cleave.core.units import SublayerKind, state_bytes
 from cleave.server.segments import Share, inner_width, kind_of
 from cleave.server.staging import Staging
 from cleave.wire.programs import Head, Part
 from cleave.wire.stack import Batch, Stack, View
 
-_STATE_ARRAYS = 4  # K, V and their gradients
 _ENTERING = 8  # x, dy, results and copies, beside what enters each part
 _INSIDE: dict[SublayerKind, int] = {"attention": 8, "mlp": 6, "head": 1}
 """Inner activations at work at once; the planner counts at least as many (`core/units.live_terms`)."""
@@ -45,7 +44,7 @@ class Resident:
         return sum(view.area for view, _ in self.trained) * DEVICE_BYTES
 
     def state_bytes(self, sequence: int) -> int:
-        return _STATE_ARRAYS * DEVICE_BYTES * sequence * sum(self.kv_widths)
+        return state_bytes(self.kv_widths, sequence)
 
     def room_bytes(self, rows: int, sequence: int) -> int:
         """A unit's result and what is computed on the way: every part's input, one part's inside, a row of scores."""

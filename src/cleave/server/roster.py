@@ -72,7 +72,10 @@ class Member:
     """By which of the run's tokens it joined; None: it is this server itself."""
     trust: Trust = field(default_factory=Trust)
     tasks: int = 0
+    done_flops: float = 0.0
+    """Of all results that were taken."""
     verified_flops: float = 0.0
+    """Of those that were checked on arrival: products, not resident layers."""
     """Of results that were checked and found right: its credit."""
     wrong: int = 0
     """Results that were found wrong."""
@@ -126,7 +129,7 @@ class Member:
         return any(not 1 / most < value / before < most for value, before, most in zip(now, seen, far, strict=True))
 
 
-_OUTLIVES = ("tasks", "verified_flops", "wrong", "compute_s", "down_bytes", "up_bytes")
+_OUTLIVES = ("tasks", "done_flops", "verified_flops", "wrong", "compute_s", "down_bytes", "up_bytes")
 """What of a member stays when it leaves and returns under its name."""
 
 

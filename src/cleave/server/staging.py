@@ -9,6 +9,7 @@ gathered.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -109,11 +110,23 @@ class Staging:
         self._released = released
         self._ids = itertools.count(1)
         self._slices: dict[OperandId, Slice] = {}
+        self._table: tuple[Matrix, Tensor] | None = None
+        self._tabling = threading.Lock()
 
     def tensor(self, rows: int, cols: int, format: WireFormat) -> Tensor:
         tensor = Tensor(rows, cols, format)
         weakref.finalize(tensor, self._gone, tensor.slices).atexit = False
         return tensor
+
+    def table(self, matrix: Matrix) -> Tensor:
+        """A tensor in fp32 for numbers that come again and again, such as positions: one identity while they do."""
+        with self._tabling:
+            if self._table is None or not np.array_equal(self._table[0], matrix):
+                tensor = self.tensor(matrix.shape[0], matrix.shape[1], "fp32")
+                numbers = np.ascontiguousarray(matrix, dtype=np.float32)
+                tensor.bind(numbers)
+                self._table = numbers, tensor
+            return self._table[1]
 
     def slice(self, tensor: Tensor, rows: Range, cols: Range) -> Slice:
         found = tensor.slices.get((rows, cols))

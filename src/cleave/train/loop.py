@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
+from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
@@ -278,12 +279,15 @@ class _Trainer:
         return loss.item()
 
     def _loss(self, batch: NDArray) -> torch.Tensor:
-        """The model's own, so that it may be computed wherever the model is; of words that are one ahead already."""
+        """Of the next words; the model's own where devices may compute it, so that logits need not be here."""
         tokens = torch.from_numpy(batch)
         words = tokens[:, 1:].contiguous()
         # Autocast is set per thread, so here and not around the step.
         with torch.autocast("cpu", torch.bfloat16) if self._config.autocast else nullcontext():
-            return self._forward(input_ids=tokens[:, :-1], labels=words, shift_labels=words, use_cache=False).loss
+            if stack.gives_loss(self._forward):
+                return self._forward(input_ids=tokens[:, :-1], labels=words, shift_labels=words, use_cache=False).loss
+            logits = self._forward(input_ids=tokens[:, :-1], use_cache=False).logits
+        return cross_entropy(logits.float().flatten(0, 1), words.flatten())
 
     @torch.no_grad()
     def _evaluate(self) -> None:

@@ -3,8 +3,9 @@
 
 New numbers go out to devices at once, so that neither update nor sending waits for the end of backward. The optimizer
 is the user's own: it steps for one parameter at a time, which changes nothing for those that treat each parameter by
-itself. Whatever needs all gradients together (clipping by their norm, accumulation over several backwards, optimizers
-with a line search) needs the usual way.
+itself. A gradient that reaches a parameter by another way, such as a penalty on it, must be there before. Whatever
+needs all gradients together (clipping by their norm, accumulation over several backwards, optimizers with a line
+search) needs the usual way.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class Overlap:
         """One step for one parameter; its gradient is used up. A later `step()` finds nothing left to do for it."""
         whole = self._optimizer.param_groups
         group = whole[self._groups[id(parameter)]]
-        parameter.grad = gradient
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         try:
             self._optimizer.param_groups = [{**group, "params": [parameter]}]
             self._optimizer.step()

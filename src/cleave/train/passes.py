@@ -9,7 +9,7 @@ ordinary gradients. With targets the result is the loss: the fleet then goes on 
 from __future__ import annotations
 
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -69,7 +69,7 @@ def run(
         x=_matrix(x),
         sequences=x.shape[0],
         sequence=x.shape[1],
-        operands=tuple(weights.operand(one, _format(fleet, one)) for one in description.parameters),
+        operands=_operands(fleet, weights, description),
         mask=mask,
         rotary=rotary,
         targets=None if targets is None else targets.words,
@@ -79,6 +79,10 @@ def run(
         is_piecemeal=overlap is not None and any(one in overlap for one in description.parameters),
     )
     return _Stack.apply(fleet, weights, overlap, description, batch, x, *description.parameters)  # type: ignore[no-any-return]
+
+
+def _operands(fleet: Columns, weights: Weights, description: Description) -> tuple[Any, ...]:
+    return tuple(weights.operand(one, _format(fleet, one)) for one in description.parameters)
 
 
 def _format(fleet: Columns, parameter: torch.Tensor) -> WireFormat:
@@ -101,7 +105,7 @@ class _Stack(torch.autograd.Function):
         running = fleet.run(description.stack, batch)
         outputs = torch.from_numpy(fleet.wait(running.outputs))
         if batch.is_trained:
-            ctx.save_for_backward(x)  # so that torch notices who writes into it before backward
+            ctx.save_for_backward(x, *parameters)  # so that torch notices who writes into them before backward
             ctx.fleet, ctx.description, ctx.batch, ctx.running = fleet, description, batch, running
             ctx.weights, ctx.overlap = weights, overlap
         if batch.scales is not None:
@@ -113,9 +117,12 @@ class _Stack(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         fleet: Columns = ctx.fleet
         batch: Batch = ctx.batch
-        (x,) = ctx.saved_tensors
-        running: Pass = ctx.running or fleet.run(ctx.description.stack, batch)
-        ctx.running = None  # a pass has one backward: who retains the graph for another starts anew
+        x, *_ = ctx.saved_tensors
+        running: Pass | None = ctx.running
+        if running is None:  # a pass has one backward: who retains the graph for another starts anew
+            batch = replace(batch, operands=_operands(fleet, ctx.weights, ctx.description))
+            running = fleet.run(ctx.description.stack, batch)
+        ctx.running, ctx.batch = None, replace(batch, operands=())  # who keeps the loss does not keep the weights
         is_loss = batch.scales is not None
         returned = running.backward(None if is_loss else _matrix(grad))
         scale = grad.item() if is_loss else 1.0

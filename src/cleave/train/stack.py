@@ -96,6 +96,11 @@ def overlap(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
     return None
 
 
+def gives_loss(model: nn.Module) -> bool:
+    """Whether its loss is the usual one, of labels or of `shift_labels`, and may be computed by devices."""
+    return isinstance(model, _LanguageModel) and ForCausalLMLoss is not None and model.loss_function is ForCausalLMLoss
+
+
 def uninstall(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, _InStack):

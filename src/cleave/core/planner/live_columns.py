@@ -44,7 +44,7 @@ def plan_columns(
     chunks: Sequence[int] = CHUNKS,
     previous: ColumnPlan | None = None,
 ) -> ColumnPlan:
-    """The fastest arrangement found; `previous`, if it still fits, unless that one is 10 % faster.
+    """The fastest arrangement found; `previous`, if it still fits, unless that one takes 30 % less.
 
     `medium_bytes_per_s` is one medium shared by everything down and up, such as a Wi-Fi. Devices are numbered as in
     `profiles`; each is in one column at most, and one that would only slow the step down in none.
