@@ -41,7 +41,10 @@ class Table:
         for column in self.flow.columns:
             for account in self.flow.readable(column):
                 part = account.part
+                mine = [other for other in self.flow.accounts[column] if other.device == account.device]
+                assert sum(not other.is_closed for other in mine) == 0, "one account of a column at a time"
                 self.reading[account] = set(range(TENSORS)) if part is None else set(part)  # type: ignore[call-overload]
+        self.under_way += self.flow.settle()
 
     def finish(self, unit: Unit) -> None:
         self.under_way.remove(unit)
@@ -70,11 +73,7 @@ class Table:
             del self.reading[account]
 
     def lose(self, device: DeviceId) -> None:
-        left_over = {
-            account: frozenset(wanted)
-            for account, wanted in self.reading.items()
-            if account.device == device and len(wanted) < TENSORS
-        }
+        left_over = {account: frozenset(wanted) for account, wanted in self.reading.items() if account.device == device}
         lost, units = self.flow.leave(device, left_over)
         for account in [account for account in self.reading if account.device == device]:
             del self.reading[account]

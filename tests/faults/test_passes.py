@@ -443,6 +443,26 @@ def test_a_device_that_can_do_nothing_is_not_asked_again_and_the_work_waits_for_
     virtually(main())
 
 
+def test_a_device_that_can_go_forward_but_not_back_is_not_asked_for_ever() -> None:
+    class Halfway(DoomedChannel):
+        async def _come(self, when: Any, task: int) -> bool:
+            return when != "returning" or self._kinds[task] != "backward"
+
+    async def main() -> None:
+        world = World(arrange=arranged([(5, [["ann"]])]))
+
+        async def never() -> bool:
+            return False
+
+        world.dial("ann", wrap=lambda inner: Halfway(inner, MOMENTS["before"], never))
+        await world.until(lambda: "ann" in world.joined())
+        with pytest.raises(FleetGoneError, match="no device is there that can do it"):
+            await go(world, decoder())
+        await world.close()
+
+    virtually(main())
+
+
 # ------------------------------------------------------------------------------------------------ little memory
 
 
@@ -451,8 +471,27 @@ TIGHT: dict[str, Layout] = {
     "pipeline": [(2, [["ann"]]), (2, [["bob"]]), (1, [["ann"], ["bob"]])],
     "mates": [(2, [["ann", "bob"]]), (3, [["bob", "ann"]])],
 }
+LITTLE = 18_040
+"""What one device needs for all of the small decoder, with one sequence open."""
 LARGE = decoder(hidden=128, head_dim=32, inner=768, words=512)
 """Some 6 MB with its gradients; devices take 3 MB to work in beside."""
+
+
+@pytest.mark.parametrize("second", [0, 1, 5])
+def test_two_that_leave_half_read_are_made_good_in_memory_for_one_account(second: int) -> None:
+    """What makes up for each is read before the other's is begun."""
+
+    async def main() -> None:
+        world = World(arrange=arranged([(5, [["ann", "bob", "cid"]])]))
+        await doom(world, "ann", Moment("collect", "returned", 2), "vanish", memory_bytes=LITTLE)
+        await doom(world, "bob", Moment("collect", "returned", second), "vanish", memory_bytes=LITTLE)
+        world.dial("cid", memory_bytes=LITTLE)
+        await world.until(lambda: "cid" in world.joined())
+        await go(world, decoder(), sequences=6)
+        assert {"ann", "bob"} <= world.departures().keys()
+        await world.close()
+
+    virtually(main())
 
 
 @functools.cache

@@ -264,7 +264,7 @@ class Flow:
         return [column for column in empty if not all(self.is_through(column, sequence) for sequence in every)]
 
     def settle(self) -> list[Unit]:
-        """Desks were added."""
+        """Desks were added, or accounts are being read."""
         return self._settle()
 
     # -------------------------------------------------------------------------------------------- parts
@@ -274,12 +274,12 @@ class Flow:
         units: list[Unit] = []
         for entry in list(self._homeless):
             column, sequence, part = entry
-            desk = self._free_desk(column)
+            desk = self._free_desk(column, part)
             if desk is not None:
                 self._homeless.remove(entry)
                 units += self._sit(column, sequence, desk, part)
         while self._opened < self._sequences and not self._homeless:
-            desks = {column: self._free_desk(column) for column in self._columns}
+            desks = {column: self._free_desk(column, None) for column in self._columns}
             if any(desk is None for desk in desks.values()):
                 break
             sequence, self._opened = self._opened, self._opened + 1
@@ -294,9 +294,10 @@ class Flow:
         self._under_way -= sum(seat.sent.values()) - sum(seat.done.values())
         self._homeless.append((seat.column, seat.sequence, part))
 
-    def _free_desk(self, column: Column) -> Desk | None:
-        """Who should be soonest done with one sequence more."""
-        free = [desk for desk in self.desks[column] if desk.open < desk.slots]
+    def _free_desk(self, column: Column, part: object) -> Desk | None:
+        """Who should be soonest done with one sequence more, of those who need no second account for it at a time."""
+        taken = {a.device for a in self.accounts[column] if not a.is_closed and a.seats and a.part is not part}
+        free = [desk for desk in self.desks[column] if desk.open < desk.slots and desk.device not in taken]
         return min(free, key=lambda desk: (desk.is_late, (desk.open + 1) / desk.speed), default=None)
 
     def _sit(self, column: Column, sequence: int, desk: Desk, part: object) -> list[Unit]:

@@ -374,8 +374,11 @@ class Passes:
         """Units, and what can be read now of some columns, or of all."""
         tasks = [run.unit_task(unit) for unit in units]
         for column in run.flow.columns if columns is None else columns:
-            for account in run.flow.readable(column):
+            accounts = run.flow.readable(column)
+            for account in accounts:
                 tasks += run.read_tasks(account)
+            if accounts:
+                tasks += [run.unit_task(unit) for unit in run.flow.settle()]
         if tasks:
             self.handle(TasksSubmitted(tuple(tasks)))
         if run is self._run and not self._is_parked:
