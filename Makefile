@@ -5,7 +5,7 @@ BIN := .venv/bin
 # seconds for each target of `make fuzz`
 FUZZ_S ?= 60
 
-.PHONY: demo test check lint types bench bench-live bench-faults bench-step-planner fuzz clean
+.PHONY: demo test check lint types bench bench-live bench-faults bench-step-planner bench-resident fuzz clean
 
 demo: .venv/ready
 	$(BIN)/cleave train
@@ -35,6 +35,9 @@ fuzz: .venv/ready
 	for target in header frames stream device; do \
 		$(BIN)/python fuzz/decoders.py $$target -max_total_time=$(FUZZ_S) || exit 1; \
 	done
+
+bench-resident: .venv/ready
+	for script in home resident_bytes departure; do $(BIN)/python benchmarks/$$script.py || exit 1; echo; done
 
 bench-faults: .venv/ready
 	$(BIN)/python benchmarks/run.py benchmarks/scenarios/verify.toml

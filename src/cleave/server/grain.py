@@ -85,7 +85,7 @@ class Grains:
             self._chosen.clear()
         if found is None or found[0] != names:
             found = self._chosen[call, must] = (names, self._decide(call, number, profiles, must=must))
-            if found[1] is not None:
+            if found[1] is not None and is_trained:
                 self._tell(f"gemm on {names}", f"grain gemm: {found[1]}")
         return found[1]
 
@@ -103,6 +103,8 @@ class Grains:
         except InfeasibleError as fault:
             return f"no layers can be resident: {fault}"
         resident_s = plan.step_s + handling_s(plan.down_bytes, plan.up_bytes)
+        if not call.is_trained:
+            resident_s /= 3 if plan.limit == "compute" else 2  # forward alone, of what would go back too
         gemm_s = _gemms_s(call, profiles, self._wire, self._medium) + _attention_flops(call) / self.local_flops_per_s
         local_s = _flops(call) / self.local_flops_per_s if self.may_stay else math.inf
         if not must and min(gemm_s, local_s) < resident_s:
@@ -113,11 +115,9 @@ class Grains:
         beside = "gemms do not fit" if gemm_s == math.inf else f"{gemm_s:.3g} s with gemms"
         if local_s < math.inf:
             beside += f", {local_s:.3g} s on this server alone"
-        self._tell(
-            held,
-            f"grain resident: {resident_s:.3g} s a step foreseen (limit: {plan.limit}), {beside}; "
-            f"chunks of {plan.chunk} tokens; {held}",
-        )
+        if call.is_trained:
+            foreseen = f"{resident_s:.3g} s a step foreseen (limit: {plan.limit}), {beside}"
+            self._tell(held, f"grain resident: {foreseen}; chunks of {plan.chunk} tokens; {held}")
         return None
 
     def plan(
