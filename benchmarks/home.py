@@ -164,7 +164,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=4, help="the first warms up")
+    parser.add_argument("--steps", type=int, default=8, help="the first warms up")
     parser.add_argument("--memory", default="170MB", help="of a device's whole process")
     parser.add_argument("--wire", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--grains", nargs="+", choices=GRAINS, default=GRAINS)

@@ -187,6 +187,8 @@ class Fleet:
         if count < 1:
             raise InputError(f"expected at least 1 device, got {count}")
         started: list[int] = []
+        if not self.is_reachable:  # all devices are here
+            self.cluster.grains.cores = (os.cpu_count() or 1) / threads
         lent = self._keys.lend()
         for _ in range(count):
             number = len(self._processes) + 1

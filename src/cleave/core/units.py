@@ -147,6 +147,8 @@ class Units:
     sync_up_bytes: Floats
     memory_bytes: Floats
     """with one open sequence and one chunk at work, no x kept"""
+    state_bytes: Floats
+    """of each open sequence more"""
     takes_sequences: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
     """attention inside: rows come as whole sequences"""
 
@@ -219,6 +221,7 @@ def units(of: Stack, first: Ints, count: Ints, slices: Ints, *, chunk: int) -> U
         + terms.accumulator_bytes * trained
         + terms.state_bytes * sequence * kv_width
         + terms.working_bytes * chunk * working,
+        state_bytes=terms.state_bytes * sequence * kv_width,
         takes_sequences=has_attention,
     )
 

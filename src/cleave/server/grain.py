@@ -72,6 +72,8 @@ class Grains:
         """What the last pass follows."""
         self.local_flops_per_s = math.inf
         """Of the process that trains, as far as it is known."""
+        self.cores = math.inf
+        """How many devices can compute at once: those of this machine share its cores."""
         self.may_stay = False
         """Whether that process may compute what devices could."""
 
@@ -105,7 +107,10 @@ class Grains:
         resident_s = plan.step_s + handling_s(plan.down_bytes, plan.up_bytes)
         if not call.is_trained:
             resident_s /= 3 if plan.limit == "compute" else 2  # forward alone, of what would go back too
-        gemm_s = _gemms_s(call, profiles, self._wire, self._medium) + _attention_flops(call) / self.local_flops_per_s
+        gemm_s = (
+            _gemms_s(call, profiles, self._wire, self._medium, self.cores)
+            + _attention_flops(call) / self.local_flops_per_s
+        )
         local_s = _flops(call) / self.local_flops_per_s if self.may_stay else math.inf
         if not must and min(gemm_s, local_s) < resident_s:
             where = "on devices" if gemm_s < local_s else "on this server"
@@ -150,6 +155,7 @@ class Grains:
                     sequence=call.sequence,
                     wire=self._wire,
                     medium_bytes_per_s=self._medium,
+                    cores=self.cores,
                     previous=self._standing(call, profiles.names),
                 )
                 found = _Planned(number, profiles.names, plan)
@@ -222,7 +228,7 @@ def _renumbered(found: _Planned, names: tuple[str, ...]) -> ColumnPlan | None:
     return replace(found.plan, stages=stages)
 
 
-def _gemms_s(call: _Call, profiles: Profiles, wire: WireFormat, medium_bytes_per_s: float) -> float:
+def _gemms_s(call: _Call, profiles: Profiles, wire: WireFormat, medium_bytes_per_s: float, cores: float) -> float:
     """A step as products alone; without end if the fleet cannot hold their blocks."""
     seconds: dict[Linear, float] = {}
     total_s = 0.0
@@ -230,7 +236,10 @@ def _gemms_s(call: _Call, profiles: Profiles, wire: WireFormat, medium_bytes_per
         for linear in _linears(call):
             if linear not in seconds:
                 down, up = _moved_bytes(linear, len(profiles), wire)
-                planned_s = max(plan_linear(profiles, linear, wire).total_s, (down + up) / medium_bytes_per_s)
+                together_s = sum(gemm.flops for gemm in linear.gemms.values()) / profiles.flops_per_s.mean() / cores
+                planned_s = max(
+                    plan_linear(profiles, linear, wire).total_s, (down + up) / medium_bytes_per_s, together_s
+                )
                 seconds[linear] = planned_s + handling_s(down, up)
             total_s += seconds[linear]
     except InfeasibleError:

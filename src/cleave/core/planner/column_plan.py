@@ -18,7 +18,7 @@ from cleave.core.cost import Server
 from cleave.core.fleet import Bools, Floats, Profiles
 from cleave.core.units import Stack, Terms, Units, units
 
-ColumnLimit = Literal["down", "compute", "up", "latency", "server", "medium"]
+ColumnLimit = Literal["down", "compute", "up", "latency", "server", "medium", "memory"]
 
 _FAST_FLOPS_PER_S = 1.3e12
 _READ_BYTES_PER_S = 20e9
@@ -70,6 +70,8 @@ class Setting:
     profiles: Profiles
     server: Server
     medium_bytes_per_s: float
+    cores: float = np.inf
+    """how many devices can compute at once: those on one machine share its cores"""
 
     @property
     def rows(self) -> int:
@@ -184,6 +186,18 @@ def judge(setting: Setting, stages: Sequence[Stage], chunk: int) -> ColumnPlan |
         "medium": (down_bytes + up_bytes) / medium,
     }
     limit = max(whole_s, key=lambda name: whole_s[name])
+    chunks = -(-stack.sequence // chunk)
+    stage_s = np.maximum.reduceat(hop_s, begins)
+    journey_s = float(stage_s.sum() + (chunks - 1) * stage_s.max())  # of one sequence, there and back
+    free = np.maximum(profiles.memory_bytes - of.memory_bytes[:, None], 0.0)
+    more = np.floor(free / np.maximum(of.state_bytes, 1.0)[:, None])
+    at_once = float((np.minimum(1 + more, setting.sequences) * (rows > 0)).sum(axis=1).min())
+    in_turn_s = journey_s * setting.sequences / at_once
+    if in_turn_s > whole_s[limit] + fill_s:
+        limit, whole_s["memory"] = "memory", in_turn_s - fill_s
+    together_s = float((of.flops_per_row[:, None] * rows / flops).sum()) / setting.cores
+    if together_s > whole_s[limit] + fill_s:
+        limit, whole_s["compute"] = "compute", together_s - fill_s
     waiting_s = float(np.maximum.reduceat(latency_s, begins).sum())
     shared = iter(rows)
     return ColumnPlan(

@@ -41,13 +41,15 @@ def plan_columns(
     wire: WireFormat,
     server: Server | None = None,
     medium_bytes_per_s: float = inf,
+    cores: float = inf,
     chunks: Sequence[int] = CHUNKS,
     previous: ColumnPlan | None = None,
 ) -> ColumnPlan:
     """The fastest arrangement found; `previous`, if it still fits, unless that one takes 30 % less.
 
-    `medium_bytes_per_s` is one medium shared by everything down and up, such as a Wi-Fi. Devices are numbered as in
-    `profiles`; each is in one column at most, and one that would only slow the step down in none.
+    `medium_bytes_per_s` is one medium shared by everything down and up, such as a Wi-Fi; `cores` how many devices can
+    compute at once, if they are on one machine. Devices are numbered as in `profiles`; each is in one column at most,
+    and one that would only slow the step down in none.
     """
     if not sublayers or min(hidden, sequences, sequence, *chunks) < 1:
         raise InputError(
@@ -60,6 +62,7 @@ def plan_columns(
         profiles=profiles,
         server=server or Server(),
         medium_bytes_per_s=medium_bytes_per_s,
+        cores=cores,
     )
     sizes = sorted({min(chunk, sequence) for chunk in chunks})
     standing = _again(setting, previous)
