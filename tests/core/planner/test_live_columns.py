@@ -135,6 +135,38 @@ def test_equal_devices_on_a_slow_medium_become_a_pipeline_when_weights_are_train
     assert all(len(stage.devices) == 1 for stage in plan.stages)
 
 
+def test_devices_of_one_machine_are_no_faster_than_its_cores() -> None:
+    def of(cores: float) -> ColumnPlan:
+        options = {"hidden": H, "sequences": 16, "sequence": S, "cores": cores}
+        return plan_columns(equal(4, link=1e9), model(4), wire="bf16", **options)
+
+    assert of(4.0).step_s == of(inf).step_s
+    assert of(1.0).step_s == pytest.approx(2 * of(2.0).step_s)
+    assert of(1.0).step_s > 3 * of(inf).step_s
+
+
+def test_where_memory_holds_few_sequences_at_once_they_go_in_turn() -> None:
+    layers = stack(model(4, trained=False), hidden=H, sequence=S, terms=live_terms("bf16"))
+    least = units(layers, np.array([0, 4]), np.array([4, 5]), np.array([1, 1]), chunk=64).memory_bytes.max()
+
+    def of(memory: float) -> ColumnPlan:
+        setting = Setting(
+            stack=layers,
+            sequences=16,
+            profiles=equal(2, memory=memory),
+            server=Server(),
+            medium_bytes_per_s=inf,
+        )
+        halves = [Stage(first=4 * n, count=4 + n, slices=((Share(n, 1.0),),)) for n in (0, 1)]
+        plan = judge(setting, halves, 64)
+        assert plan is not None
+        return plan
+
+    roomy, tight = of(1e9), of(least)
+    assert tight.limit == "memory"
+    assert tight.step_s > 1.2 * roomy.step_s
+
+
 def test_frozen_weights_do_not_travel_so_rows_are_shared_even_on_a_slow_medium() -> None:
     plan = planned(equal(4), model(12, trained=False), sequences=64, medium=1e7)
     assert len(plan.stages) == 1
