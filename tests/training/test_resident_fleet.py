@@ -15,7 +15,22 @@ from cleave.wire.stack import Batch, Pass, Stack
 
 sys.path.append(str(Path(__file__).parents[1] / "train"))
 
-from test_stack import *  # noqa: F403
+from test_stack import (  # noqa: F401  # those that more than arithmetic could break
+    test_a_base_model_alone_runs_as_a_stack,
+    test_a_retained_graph_may_go_back_twice,
+    test_autocast_rounds_no_worse_than_torch,
+    test_each_sequence_may_have_its_own_positions,
+    test_evaluation_keeps_its_logits,
+    test_frozen_parameters_get_no_gradient,
+    test_generation_writes_the_same_tokens,
+    test_gradients_accumulate_scaled_clipped_and_seen_by_hooks,
+    test_micro_batches_in_threads_give_the_same_gradients,
+    test_padding_changes_nothing,
+    test_the_loss_and_all_gradients_are_torchs,
+    test_two_batches_may_be_under_way_before_either_goes_back,
+    test_weights_are_as_fresh_as_the_last_step,
+    test_without_labels_hidden_states_come_back_and_gradients_go_in,
+)
 
 
 class Recorded:

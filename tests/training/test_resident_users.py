@@ -12,7 +12,11 @@ from cleave import Fleet
 sys.path.append(str(Path(__file__).parents[1] / "train"))
 
 from test_resident_fleet import Recorded
-from test_stack_users import *  # noqa: F403
+from test_stack_users import (  # noqa: F401
+    test_lora_trains_alike_and_leaves_the_rest_untrained,
+    test_our_loop_trains_alike_with_micro_batches_in_threads,
+    test_trainer_trains_unmodified,
+)
 
 
 @pytest.fixture
