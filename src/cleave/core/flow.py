@@ -177,7 +177,7 @@ class Flow:
     # -------------------------------------------------------------------------------------------- events
 
     def begin(self) -> list[Unit]:
-        return self._settle()
+        return self.settle()
 
     def done(self, unit: Unit) -> list[Unit]:
         """A unit's result is in its place, or it was silent."""
@@ -192,7 +192,7 @@ class Flow:
         if not self.is_over(seat):
             return self._around(seat.column.stage, seat.sequence)
         seat.desk.open -= 1
-        return self._around(seat.column.stage, seat.sequence) + self._settle()
+        return self._around(seat.column.stage, seat.sequence) + self.settle()
 
     def readable(self, column: Column) -> list[Account]:
         """Accounts to be read now; each is given once.
@@ -233,7 +233,7 @@ class Flow:
                         continue  # all that was wanted of it is there
                     lost.append(seat)
                     self._unseat(seat, part)
-        return lost, self._settle()
+        return lost, self.settle()
 
     def give_up_seats(self, device: DeviceId) -> tuple[list[Seat], list[Unit]]:
         """A device lags: sequences of which it has added nothing to an account move to others, if there are any."""
@@ -249,7 +249,7 @@ class Flow:
                 seat.account.seats.remove(seat)
                 seat.desk.open -= 1
                 self._unseat(seat, seat.account.part)
-        return lost, self._settle() if lost else []
+        return lost, self.settle() if lost else []
 
     @property
     def is_stuck(self) -> bool:
@@ -264,13 +264,10 @@ class Flow:
         return [column for column in empty if not all(self.is_through(column, sequence) for sequence in every)]
 
     def settle(self) -> list[Unit]:
-        """Desks were added, or accounts are being read."""
-        return self._settle()
+        """Seats for those who lost theirs, then for sequences that have not begun, as long as there are any free.
 
-    # -------------------------------------------------------------------------------------------- parts
-
-    def _settle(self) -> list[Unit]:
-        """Seats for those who lost theirs, then for sequences that have not begun, as long as there are any free."""
+        To be asked again when desks were added, or accounts are being read.
+        """
         units: list[Unit] = []
         for entry in list(self._homeless):
             column, sequence, part = entry
@@ -287,6 +284,8 @@ class Flow:
                 assert desk is not None
                 units += self._sit(column, sequence, desk, None)
         return units
+
+    # -------------------------------------------------------------------------------------------- parts
 
     def _unseat(self, seat: Seat, part: object) -> None:
         """A sequence waits for another seat; of what it will add to an account there, `part` is asked for."""

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cleave.core.cost import WIRE_BYTES, WireFormat, handling_s
+from cleave.core.cost import WireFormat, handling_s
 from cleave.core.fleet import Profiles
 from cleave.core.graph import Role
 from cleave.core.planner.column_plan import ColumnPlan, Share, Stage
-from cleave.core.planner.linear import Linear, plan_linear
+from cleave.core.planner.linear import Linear, moved_bytes, plan_linear
 from cleave.core.units import Sublayer
 from cleave.errors import InfeasibleError
 from cleave.server.segments import Share as Segment
@@ -235,7 +235,7 @@ def _gemms_s(call: _Call, profiles: Profiles, wire: WireFormat, medium_bytes_per
     try:
         for linear in _linears(call):
             if linear not in seconds:
-                down, up = _moved_bytes(linear, len(profiles), wire)
+                down, up = moved_bytes(linear, len(profiles), wire)
                 together_s = sum(gemm.flops for gemm in linear.gemms.values()) / profiles.flops_per_s.mean() / cores
                 planned_s = max(
                     plan_linear(profiles, linear, wire).total_s, (down + up) / medium_bytes_per_s, together_s
@@ -245,13 +245,6 @@ def _gemms_s(call: _Call, profiles: Profiles, wire: WireFormat, medium_bytes_per
     except InfeasibleError:
         return math.inf
     return total_s
-
-
-def _moved_bytes(linear: Linear, devices: int, wire: WireFormat) -> tuple[float, float]:
-    """Of a layer cut by rows: X and dY down and W to every device; Y and dX up, and a partial sum of dW from each."""
-    rows = linear.tokens * (linear.in_width + linear.out_width)
-    weights = devices * linear.in_width * linear.out_width if "grad_weight" in linear.roles else 0
-    return WIRE_BYTES[wire] * (rows + weights), WIRE_BYTES[wire] * (rows + weights)
 
 
 def _flops(call: _Call) -> float:

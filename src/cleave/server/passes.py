@@ -59,7 +59,6 @@ log = logging.getLogger(__name__)
 class _Loss:
     """What a device left behind: sequences that go their way again."""
 
-    run: PassRun
     device: DeviceId
     noticed: float
     units: int
@@ -243,7 +242,7 @@ class Passes:
         if lost:
             done = sum(seat.done["forward"] + seat.done["backward"] for seat in lost)
             places = {(seat.column, seat.sequence) for seat in lost}
-            self._losses.append(_Loss(run, device, self._loop.time(), done, places))
+            self._losses.append(_Loss(device, self._loop.time(), done, places))
         self._resettle(run, units)
 
     def _adopt(self, run: PassRun, column: Column) -> None:

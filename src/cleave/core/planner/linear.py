@@ -211,3 +211,10 @@ def _as_held(profiles: Profiles, wire: WireFormat) -> Profiles:
         latency_s=profiles.latency_s,
         memory_bytes=profiles.memory_bytes * (WIRE_BYTES[wire] / DEVICE_BYTES),
     )
+
+
+def moved_bytes(linear: Linear, devices: int, wire: WireFormat) -> tuple[float, float]:
+    """Of a layer cut by rows: X and dY down and W to every device; Y and dX up, and a partial sum of dW from each."""
+    rows = linear.tokens * (linear.in_width + linear.out_width)
+    weights = devices * linear.in_width * linear.out_width if "grad_weight" in linear.roles else 0
+    return WIRE_BYTES[wire] * (rows + weights), WIRE_BYTES[wire] * (rows + weights)
