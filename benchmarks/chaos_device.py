@@ -9,9 +9,9 @@ import sys
 
 from cleave.device.join import socket_url
 from cleave.errors import CleaveError
+from cleave.protocol import messages
 from cleave.transport.base import Channel
 from cleave.transport.websocket import dial
-from cleave.wire import messages
 
 
 async def main(url: str, kind: str) -> None:

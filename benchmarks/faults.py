@@ -21,7 +21,8 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from cleave import events
-from cleave.fleet import Fleet, distribute
+from cleave.api.fleet import Fleet
+from cleave.api.training import distribute
 
 Say = Callable[[str], None]
 _HERE = Path(__file__).parent

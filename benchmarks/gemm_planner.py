@@ -10,14 +10,14 @@ from typing import TypedDict, cast
 
 import numpy as np
 
-from cleave.app import sample_fleet
-from cleave.core.bound import bound_2d, bound_3d, ideal_overlap_bound
-from cleave.core.cost import Server, finish_s, unit_costs
-from cleave.core.fleet import Floats, Profiles
-from cleave.core.graph import Gemm, step_gemms
-from cleave.core.planner.gemm import plan_gemm
-from cleave.core.planner.repair import repair
-from cleave.core.shapes import named
+from cleave.api.planning import sample_fleet
+from cleave.core.cost.bound import bound_2d, bound_3d, ideal_overlap_bound
+from cleave.core.cost.gemm import Server, finish_s, unit_costs
+from cleave.core.fleet.profiles import Floats, Profiles
+from cleave.core.model.gemms import Gemm, step_gemms
+from cleave.core.model.shapes import named
+from cleave.core.plan.gemm.product import plan_gemm
+from cleave.core.plan.gemm.repair import repair
 
 _GBIT_BYTES = 1e9 / 8
 _WORTH_3D = 1.1  # shapes where splitting the inner dimension could gain less are left to 2D

@@ -18,9 +18,10 @@ from typing import Any, Literal
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cleave.core.cost import WireFormat
+from cleave.api.fleet import Fleet
+from cleave.api.training import distribute
+from cleave.core.cost.gemm import WireFormat
 from cleave.errors import CleaveError
-from cleave.fleet import Fleet, distribute
 from cleave.transport.shaped import Link
 
 Grain = Literal["gemm", "resident"]

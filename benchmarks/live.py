@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 import psutil
 
-from cleave.fleet import Fleet, distribute
-from cleave.wire.programs import Layout
+from cleave.api.fleet import Fleet
+from cleave.api.training import distribute
+from cleave.protocol.programs import Layout
 
 from live_systems import SYSTEMS, WORKERS, Cleave, Matrix, System, cut  # isort: skip
 

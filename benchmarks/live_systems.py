@@ -15,10 +15,10 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.core.graph import Role
-from cleave.core.planner.linear import Linear
-from cleave.fleet import Fleet
-from cleave.wire.programs import Layout
+from cleave.api.fleet import Fleet
+from cleave.core.model.gemms import Role
+from cleave.core.plan.gemm.layer import Linear
+from cleave.protocol.programs import Layout
 
 Matrix = NDArray[np.float32]
 WORKERS = 2

@@ -12,9 +12,9 @@ from home import GRAINS, Figures, Work, later, train_over  # isort: skip
 
 import torch
 
-from cleave.core.planner.column_plan import ColumnPlan
+from cleave.api.fleet import Fleet
+from cleave.core.plan.resident.stages import ColumnPlan
 from cleave.errors import CleaveError
-from cleave.fleet import Fleet
 from cleave.transport.shaped import Link
 
 _DEVICES = 4

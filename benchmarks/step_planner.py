@@ -13,16 +13,16 @@ from typing import TypedDict, cast
 
 import numpy as np
 
-from cleave.core.cost import Server, WireFormat
-from cleave.core.fleet import Floats, Ints, Profiles
-from cleave.core.graph import step_flops
-from cleave.core.planner.cover import Recipe, cover, make_table, weigh
-from cleave.core.planner.live_columns import plan_columns
-from cleave.core.planner.resident import ResidentPlan, plan_resident
-from cleave.core.planner.rivals import Case, all_rivals, attention_by_heads_s
-from cleave.core.planner.step import choose_step, plan_step
-from cleave.core.shapes import named
-from cleave.core.units import Sublayer, lean_terms, stack, sublayers_of
+from cleave.core.cost.gemm import Server, WireFormat
+from cleave.core.cost.resident import Sublayer, lean_terms, stack, sublayers_of
+from cleave.core.fleet.profiles import Floats, Ints, Profiles
+from cleave.core.model.gemms import step_flops
+from cleave.core.model.shapes import named
+from cleave.core.plan.resident.cover import Recipe, cover, make_table, weigh
+from cleave.core.plan.resident.large_fleet import ResidentPlan, plan_resident
+from cleave.core.plan.resident.small_fleet import plan_columns
+from cleave.core.plan.rivals import Case, all_rivals, attention_by_heads_s
+from cleave.core.plan.step import choose_step, plan_step
 from cleave.errors import InfeasibleError
 
 _GBIT_BYTES = 1e9 / 8

@@ -13,9 +13,21 @@ from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
-from cleave.core.cost import WireFormat
-from cleave.core.verify import GROUP, Matrix, Projection, Rows, check, draw, glance, judge, peaks, project, recheck
-from cleave.wire.numbers import NumpyCodec
+from cleave.core.cost.gemm import WireFormat
+from cleave.core.verify.products import (
+    GROUP,
+    Matrix,
+    Projection,
+    Rows,
+    check,
+    draw,
+    glance,
+    judge,
+    peaks,
+    project,
+    recheck,
+)
+from cleave.protocol.numbers import NumpyCodec
 
 Say = Callable[[str], None]
 FORMATS: tuple[WireFormat, ...] = ("fp32", "bf16", "fp16", "int8")

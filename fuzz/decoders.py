@@ -26,8 +26,8 @@ with atheris.instrument_imports(include=["cleave", "connection", "obedient"]):
     import obedient
 
     from cleave.errors import ProtocolError
-    from cleave.wire import messages
-    from cleave.wire.frame import PAYLOAD_BYTES, Assembler
+    from cleave.protocol import messages
+    from cleave.protocol.frames import PAYLOAD_BYTES, Assembler
 
 
 def header(data: bytes) -> None:

@@ -1,4 +1,8 @@
-"""Disks that are full: as far as this process is concerned, which needs no rights, and real ones."""
+"""Settings and fixtures of every test.
+
+No test depends on speed, so hypothesis has no deadline. Examples are the same in every run, so that CI is as green as
+the commit; `pytest --hypothesis-seed=random` looks further.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("unhurried", deadline=None, derandomize=True)
+settings.load_profile("unhurried")
 
 
 @pytest.fixture

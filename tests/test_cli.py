@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cleave.cli import main
+from cleave.cli.main import main
 
 HEADER = "device,flops_per_s,down_bytes_per_s,up_bytes_per_s,latency_s,memory_bytes"
 CONFIG = {

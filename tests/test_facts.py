@@ -10,7 +10,7 @@ from typing import get_args
 import numpy as np
 import pytest
 
-from cleave.core import sampling
+from cleave.core.fleet import sampling
 from cleave.facts import TableName, table
 
 ACCESS = table("access")

@@ -8,27 +8,27 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cleave.app import plan as plan
-    from cleave.core.cost import Server as Server
-    from cleave.core.fleet import Profiles as Profiles
-    from cleave.core.graph import Gemm as Gemm
-    from cleave.fleet import Fleet as Fleet
-    from cleave.fleet import distribute as distribute
-    from cleave.fleet import overlap as overlap
-    from cleave.fleet import undistribute as undistribute
+    from cleave.api.fleet import Fleet as Fleet
+    from cleave.api.planning import plan as plan
+    from cleave.api.training import distribute as distribute
+    from cleave.api.training import overlap as overlap
+    from cleave.api.training import undistribute as undistribute
+    from cleave.core.cost.gemm import Server as Server
+    from cleave.core.fleet.profiles import Profiles as Profiles
+    from cleave.core.model.gemms import Gemm as Gemm
 
 __version__ = "0.1.0"
 __all__ = ["Fleet", "Gemm", "Profiles", "Server", "distribute", "overlap", "plan", "undistribute"]
 
 _HOMES = {
-    "plan": "cleave.app",
-    "Fleet": "cleave.fleet",
-    "distribute": "cleave.fleet",
-    "overlap": "cleave.fleet",
-    "undistribute": "cleave.fleet",
-    "Profiles": "cleave.core.fleet",
-    "Gemm": "cleave.core.graph",
-    "Server": "cleave.core.cost",
+    "plan": "cleave.api.planning",
+    "Fleet": "cleave.api.fleet",
+    "distribute": "cleave.api.training",
+    "overlap": "cleave.api.training",
+    "undistribute": "cleave.api.training",
+    "Profiles": "cleave.core.fleet.profiles",
+    "Gemm": "cleave.core.model.gemms",
+    "Server": "cleave.core.cost.gemm",
 }
 
 

@@ -2,6 +2,6 @@
 
 import sys
 
-from cleave.cli import main
+from cleave.cli.main import main
 
 sys.exit(main())

@@ -9,13 +9,13 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from device_bench import Bench
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from one_layer import CHUNK, HIDDEN, PLAIN, ROWS, Layer
+from tests.support.device_bench import Bench
+from tests.support.one_layer import CHUNK, HIDDEN, PLAIN, ROWS, Layer
 
 from cleave.errors import ProtocolError
-from cleave.wire.programs import Attention, Backward, Collect, Forward, Mlp, Weight
+from cleave.protocol.programs import Attention, Backward, Collect, Forward, Mlp, Weight
 
 
 def _replaced(part: Any, name: str, **changed: Any) -> Any:

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.core.rectangles import Rectangle, total, within, without
+from cleave.core.schedule.rectangles import Rectangle, total, within, without
 from cleave.device.programs.gemm import GemmTask
 from cleave.device.programs.kernels import Kernel, NumpyKernel, TorchKernel
 from cleave.device.store import Store
 from cleave.errors import ProtocolError
-from cleave.wire.frame import PAYLOAD_BYTES
-from cleave.wire.messages import Store as StoreMessage
-from cleave.wire.numbers import Matrix
-from cleave.wire.programs import Gemm, Layout
+from cleave.protocol.frames import PAYLOAD_BYTES
+from cleave.protocol.messages import Store as StoreMessage
+from cleave.protocol.numbers import Matrix
+from cleave.protocol.programs import Gemm, Layout
 
 steady = settings(max_examples=40, deadline=None, derandomize=True)
 layouts: st.SearchStrategy[Layout] = st.sampled_from(["nt", "nn", "tn"])

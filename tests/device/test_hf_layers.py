@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from device_bench import Bench, Journey, assert_close
+from tests.support.device_bench import Bench, Journey, assert_close
 from torch import nn
 from transformers import GPT2Config, LlamaConfig, MistralConfig, OPTConfig, Qwen2Config
 from transformers.models.gpt2.modeling_gpt2 import GPT2Block
@@ -15,8 +15,8 @@ from transformers.models.opt.modeling_opt import OPTDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from cleave.device.programs.kernels import Kernel, NumpyKernel, TorchKernel
-from cleave.wire.numbers import Matrix
-from cleave.wire.programs import Attention, Mlp, Norm, Part, Weight
+from cleave.protocol.numbers import Matrix
+from cleave.protocol.programs import Attention, Mlp, Norm, Part, Weight
 
 HIDDEN, HEADS, KEY_HEADS, HEAD_DIM, INNER, ROWS, WINDOW = 32, 4, 2, 8, 44, 21, 6
 

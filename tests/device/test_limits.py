@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from cleave import Fleet
-from cleave.core.graph import Role
-from cleave.core.planner.linear import Linear
-from cleave.wire.numbers import Matrix
+from cleave.core.model.gemms import Role
+from cleave.core.plan.gemm.layer import Linear
+from cleave.protocol.numbers import Matrix
 
 MEMORY = "400MB"
 MEMORY_BYTES = 400e6

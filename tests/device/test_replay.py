@@ -8,20 +8,20 @@ from typing import get_args
 import msgspec
 import numpy as np
 import pytest
-from device_bench import Bench, Journey, assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from one_layer import CHUNK, PLAIN, Layer
-from plain_parts import Maker, rotary_table
+from tests.support.device_bench import Bench, Journey, assert_close
+from tests.support.one_layer import CHUNK, PLAIN, Layer
+from tests.support.plain_parts import Maker, rotary_table
 
-from cleave.core.audit import disagreement, least_of
-from cleave.core.cost import WireFormat
+from cleave.core.cost.gemm import WireFormat
+from cleave.core.verify.recompute import disagreement, least_of
 from cleave.device.programs.kernels import NumpyKernel, TorchKernel
 from cleave.device.replay import replay
 from cleave.errors import ProtocolError
-from cleave.wire.messages import Drop, Run, Store
-from cleave.wire.numbers import Matrix, NumpyCodec
-from cleave.wire.programs import Collect, Gemm, Program
+from cleave.protocol.messages import Drop, Run, Store
+from cleave.protocol.numbers import Matrix, NumpyCodec
+from cleave.protocol.programs import Collect, Gemm, Program
 
 FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
 Message = tuple[Store | Run | Drop, bytes]

@@ -7,18 +7,18 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from device_bench import Bench, Journey, assert_close
-from one_layer import CHUNK, HIDDEN, KEY_WIDTH, PLAIN, ROWS, Layer
-from plain_parts import Maker
-from test_worker import joined
+from tests.device.test_worker import joined
+from tests.support.device_bench import Bench, Journey, assert_close
+from tests.support.one_layer import CHUNK, HIDDEN, KEY_WIDTH, PLAIN, ROWS, Layer
+from tests.support.plain_parts import Maker
 
-from cleave.core.units import state_bytes
+from cleave.core.cost.resident import state_bytes
 from cleave.device.programs.gemm import bands
 from cleave.device.programs.kernels import NumpyKernel
 from cleave.device.programs.resident import make_task
 from cleave.errors import ProtocolError
-from cleave.wire import messages
-from cleave.wire.programs import Collect
+from cleave.protocol import messages
+from cleave.protocol.programs import Collect
 
 # ------------------------------------------------------------------------------------------------ waiting
 

@@ -9,15 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device_bench import Bench, Journey, assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plain_parts import HOW, KINDS, Maker, Plain, attentions, mlps, rotary_table
+from tests.support.device_bench import Bench, Journey, assert_close
+from tests.support.plain_parts import HOW, KINDS, Maker, Plain, attentions, mlps, rotary_table
 
 from cleave.device.programs import head as head_program
 from cleave.device.programs.kernels import Array, Kernel, NumpyKernel, TorchKernel
-from cleave.wire.numbers import Matrix
-from cleave.wire.programs import Attention, Head, Mlp, Part
+from cleave.protocol.numbers import Matrix
+from cleave.protocol.programs import Attention, Head, Mlp, Part
 
 HIDDEN, HEAD_DIM = 12, 4
 steady = settings(max_examples=50, deadline=None, derandomize=True)

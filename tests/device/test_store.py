@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.core.cost import WireFormat
-from cleave.core.units import state_bytes
+from cleave.core.cost.gemm import WireFormat
+from cleave.core.cost.resident import state_bytes
 from cleave.device.programs.kernels import NumpyKernel
 from cleave.device.store import Store
 from cleave.errors import ProtocolError
-from cleave.wire.messages import Store as StoreMessage
-from cleave.wire.numbers import Encoded, Matrix, NumpyCodec, encoded_bytes
+from cleave.protocol.messages import Store as StoreMessage
+from cleave.protocol.numbers import Encoded, Matrix, NumpyCodec, encoded_bytes
 
 
 def strip(

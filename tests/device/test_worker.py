@@ -10,18 +10,18 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from cleave.core.cost import WireFormat
-from cleave.core.rectangles import Rectangle, total, within, without
+from cleave.core.cost.gemm import WireFormat
+from cleave.core.schedule.rectangles import Rectangle, total, within, without
 from cleave.device.programs.kernels import Array, Kernel, NumpyKernel
 from cleave.device.worker import Contribution, Offer, Refusal, Worker
 from cleave.errors import ConnectionLost, ProtocolError
+from cleave.protocol import messages
+from cleave.protocol.frames import PAYLOAD_BYTES
+from cleave.protocol.messages import AnyMessage
+from cleave.protocol.numbers import Matrix, NumpyCodec
+from cleave.protocol.programs import Gemm, Layout
 from cleave.transport.base import Received
 from cleave.transport.memory import MemoryChannel, memory_pair
-from cleave.wire import messages
-from cleave.wire.frame import PAYLOAD_BYTES
-from cleave.wire.messages import AnyMessage
-from cleave.wire.numbers import Matrix, NumpyCodec
-from cleave.wire.programs import Gemm, Layout
 
 DEADLINE_S = 20.0
 MEMORY_BYTES = 1_000_000

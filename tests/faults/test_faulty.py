@@ -7,14 +7,14 @@ import math
 
 import numpy as np
 import pytest
-from virtual import run
+from tests.support.virtual import run
 
 from cleave.errors import ConnectionLost, InputError, ProtocolError
+from cleave.protocol import messages
+from cleave.protocol.messages import AnyMessage, Hello, Probe, Probed, Result, Run, Store, Welcome
+from cleave.protocol.programs import Gemm
 from cleave.transport.faulty import MANNERS, Fault, FaultyChannel
 from cleave.transport.memory import MemoryChannel, memory_pair
-from cleave.wire import messages
-from cleave.wire.messages import AnyMessage, Hello, Probe, Probed, Result, Run, Store, Welcome
-from cleave.wire.programs import Gemm
 
 HELLO = Hello(version=1, name="eve", flops_per_s=1e9, memory_bytes=1 << 20, kernel="none")
 RUN = Run(task=1, priority=1, program=Gemm(layout="nt", terms=((1, 2),), rows=4, cols=4), format="fp32")

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from virtual import run
-from world import World, layer
+from tests.support.virtual import run
+from tests.support.world import World, layer
 
 from cleave import events
 from cleave.device.programs.kernels import NumpyKernel
 from cleave.device.worker import Contribution, Offer, Worker
 from cleave.errors import ConnectionLost
-from cleave.server.keys import Keys
+from cleave.server.admission.tokens import Keys
 from cleave.transport.base import Channel
 from cleave.transport.faulty import Fault
 

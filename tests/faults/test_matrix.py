@@ -16,14 +16,14 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 import pytest
-from virtual import run
-from world import World, layer
+from tests.support.virtual import run
+from tests.support.world import World, layer
 
 from cleave import events
 from cleave.errors import ConnectionLost
+from cleave.protocol import messages
 from cleave.transport.faulty import MANNERS, Fault, Kind, Phase
 from cleave.transport.memory import MemoryChannel
-from cleave.wire import messages
 
 LIMIT_S = 90.0
 """Virtual seconds for everything."""

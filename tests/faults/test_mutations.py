@@ -9,18 +9,18 @@ from __future__ import annotations
 import asyncio
 import random
 
-import mutations
 import numpy as np
 import pytest
-from virtual import run
-from world import World, layer
+from tests.support import mutations
+from tests.support.virtual import run
+from tests.support.world import World, layer
 
 from cleave.errors import CleaveError
+from cleave.protocol import messages
+from cleave.protocol.frames import Buffer
+from cleave.protocol.messages import AnyMessage, Hello, Probe, Probed, Welcome
 from cleave.transport.base import Channel
 from cleave.transport.faulty import FaultyChannel
-from cleave.wire import messages
-from cleave.wire.frame import Buffer
-from cleave.wire.messages import AnyMessage, Hello, Probe, Probed, Welcome
 
 FRAMES = [frame for frame in mutations.golden() if isinstance(messages.decode(frame[0]), messages.FromDevice)]
 CONNECTIONS = 60

@@ -9,21 +9,21 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_passes import Layout, arranged, go
-from virtual import run
-from world import World
+from tests.faults.test_passes import Layout, arranged, go
+from tests.support.virtual import run
+from tests.support.world import World
 
-from cleave.core.cost import Server
-from cleave.core.fleet import Profiles
-from cleave.core.planner.column_plan import ColumnPlan, Setting, judge
-from cleave.core.planner.live_columns import plan_columns
-from cleave.core.units import Sublayer, live_terms, stack
+from cleave.core.cost.gemm import Server
+from cleave.core.cost.resident import Sublayer, live_terms, stack
+from cleave.core.fleet.profiles import Profiles
+from cleave.core.plan.resident.small_fleet import plan_columns
+from cleave.core.plan.resident.stages import ColumnPlan, Setting, judge
+from cleave.protocol.frames import Buffer
+from cleave.protocol.messages import AnyMessage
 from cleave.transport.base import Channel, Received
 from cleave.transport.faulty import FaultyChannel
-from cleave.wire.frame import Buffer
-from cleave.wire.messages import AnyMessage
 
-from stacks import Decoder, decoder  # isort: skip  # test_passes puts it on the path
+from tests.support.stacks import Decoder, decoder  # isort: skip  # test_passes puts it on the path
 
 HEADERS, NORMS = 0.03, 0.001
 

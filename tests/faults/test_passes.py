@@ -10,28 +10,23 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-import sys
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
-from doomed import DoomedChannel, Moment
-from virtual import run
-from world import ROOMY, Device, World
+from tests.support.doomed import DoomedChannel, Moment
+from tests.support.stacks import Decoder, decoder
+from tests.support.virtual import run
+from tests.support.world import ROOMY, Device, World
 
 from cleave import events
-from cleave.core.fleet import Profiles
-from cleave.core.planner.column_plan import ColumnPlan, Share, Stage
+from cleave.core.fleet.profiles import Profiles
+from cleave.core.plan.resident.stages import ColumnPlan, Share, Stage
 from cleave.errors import FleetGoneError
+from cleave.protocol.decoder import Gradients
+from cleave.protocol.numbers import Matrix
 from cleave.transport.base import Channel
-from cleave.wire.numbers import Matrix
-from cleave.wire.stack import Gradients
-
-sys.path.append(str(Path(__file__).parents[1] / "server"))
-
-from stacks import Decoder, decoder
 
 LIMIT_S = 300.0
 ALLOWED = 2e-5

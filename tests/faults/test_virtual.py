@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from virtual import Stuck, run
+from tests.support.virtual import Stuck, run
 
 
 def test_a_year_passes_at_once() -> None:

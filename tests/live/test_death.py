@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from test_train import PATIENCE_S, _free_port, _last_step, _wait_until, command, environment, losses, run
+from tests.live.test_train import PATIENCE_S, _free_port, _last_step, _wait_until, command, environment, losses, run
 
 from cleave.events import CheckpointSaved, DeviceJoined, Resumed, StepDone, read_events
 

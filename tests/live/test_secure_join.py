@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from cleave.cli.train import _Run
 from cleave.config import TrainConfig
 from cleave.errors import InputError
 from cleave.events import DeviceJoined, StepDone, read_events
-from cleave.live import _Run
-from cleave.server.keys import FILE, Keys
+from cleave.server.admission.tokens import FILE, Keys
 
 pytestmark = pytest.mark.timeout(400)
 PATIENCE_S = 180.0

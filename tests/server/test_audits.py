@@ -7,39 +7,34 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import sys
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
+from tests.support.stacks import decoder
+from tests.support.virtual import run
+from tests.support.world import Device, World
 
 from cleave import Fleet, events
 from cleave.config import load_config
-from cleave.core.audit import Policy
-from cleave.core.cost import WireFormat
-from cleave.core.fleet import Profiles
-from cleave.core.planner.column_plan import ColumnPlan, Share, Stage
+from cleave.core.cost.gemm import WireFormat
+from cleave.core.fleet.profiles import Profiles
+from cleave.core.plan.resident.stages import ColumnPlan, Share, Stage
+from cleave.core.verify.recompute import Policy
 from cleave.device.replay import replay
 from cleave.errors import FleetGoneError, InputError
+from cleave.protocol.decoder import Gradients
+from cleave.protocol.frames import Buffer
+from cleave.protocol.messages import AnyMessage, Drop, Result, Run, Store
+from cleave.protocol.numbers import Matrix, NumpyCodec
+from cleave.protocol.programs import Backward, Collect, Forward
 from cleave.server.audits import Message, Replay
 from cleave.server.cluster import Cluster
 from cleave.transport.base import Channel, Received
 from cleave.transport.faulty import FaultyChannel
-from cleave.wire.frame import Buffer
-from cleave.wire.messages import AnyMessage, Drop, Result, Run, Store
-from cleave.wire.numbers import Matrix, NumpyCodec
-from cleave.wire.programs import Backward, Collect, Forward
-from cleave.wire.stack import Gradients
-
-sys.path.append(str(Path(__file__).parents[1] / "faults"))
-
-from stacks import decoder
-from virtual import run
-from world import Device, World
 
 LIMIT_S = 600.0
 SEQUENCES, SEQUENCE, CHUNK = 4, 6, 4

@@ -19,19 +19,19 @@ import numpy as np
 import pytest
 
 from cleave import events
-from cleave.core.cost import WireFormat
-from cleave.core.graph import Role
-from cleave.core.planner.linear import Linear
+from cleave.core.cost.gemm import WireFormat
+from cleave.core.model.gemms import Role
+from cleave.core.plan.gemm.layer import Linear
 from cleave.device.programs.kernels import Array, Kernel, NumpyKernel
 from cleave.device.worker import Contribution, Offer, Worker
 from cleave.errors import ConnectionLost, FleetGoneError
+from cleave.protocol import messages
+from cleave.protocol.frames import Buffer
+from cleave.protocol.numbers import Matrix
+from cleave.protocol.programs import Layout
 from cleave.server.cluster import Cluster
-from cleave.server.staging import Tensor
+from cleave.server.operands import Tensor
 from cleave.transport.memory import MemoryChannel, memory_pair
-from cleave.wire import messages
-from cleave.wire.frame import Buffer
-from cleave.wire.numbers import Matrix
-from cleave.wire.programs import Layout
 
 DEADLINE_S = 10.0
 PATIENCE_S = 3.0

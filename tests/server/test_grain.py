@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from stacks import decoder
+from tests.support.stacks import decoder
 
-from cleave.core.fleet import Profiles
-from cleave.core.planner.column_plan import ColumnPlan
-from cleave.core.planner.live_columns import plan_columns
+from cleave.core.fleet.profiles import Profiles
+from cleave.core.plan.resident.small_fleet import plan_columns
+from cleave.core.plan.resident.stages import ColumnPlan
 from cleave.errors import InfeasibleError
+from cleave.protocol.decoder import Batch
 from cleave.server.grain import Grains
-from cleave.wire.stack import Batch
 
 STACK = decoder(hidden=32, layers=2).stack
 SEQUENCES, SEQUENCE = 4, 16

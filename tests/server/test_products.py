@@ -9,12 +9,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.core.graph import Role
-from cleave.core.planner.linear import Block, fit
+from cleave.core.model.gemms import Role
+from cleave.core.plan.gemm.layer import Block, fit
+from cleave.protocol.numbers import Matrix
+from cleave.protocol.programs import Layout
+from cleave.server.operands import Range, Tensor
 from cleave.server.products import LAYOUTS, Cut, Piece, Product
-from cleave.server.staging import Range, Tensor
-from cleave.wire.numbers import Matrix
-from cleave.wire.programs import Layout
 
 steady = settings(max_examples=60, deadline=None, derandomize=True)
 roles: st.SearchStrategy[Role] = st.sampled_from(["forward", "grad_input", "grad_weight"])

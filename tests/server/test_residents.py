@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stacks import Decoder, decoder
+from tests.support.stacks import Decoder, decoder
 
-from cleave.core.flow import Column
-from cleave.core.planner.column_plan import ColumnPlan, Stage
-from cleave.core.planner.column_plan import Share as Place
-from cleave.core.shelf import Shelf
-from cleave.core.tasks import DeviceId
-from cleave.core.units import live_terms, stack, units
+from cleave.core.cost.resident import live_terms, stack, units
+from cleave.core.plan.resident.stages import ColumnPlan, Stage
+from cleave.core.plan.resident.stages import Share as Place
+from cleave.core.schedule.device_memory import Shelf
+from cleave.core.schedule.pipeline import Column
+from cleave.core.schedule.tasks import DeviceId
+from cleave.protocol.decoder import Batch
+from cleave.protocol.numbers import NumpyCodec
 from cleave.server.grain import sublayers
-from cleave.server.pass_run import PassRun
+from cleave.server.operands import Staging
+from cleave.server.resident_tasks import PassRun
 from cleave.server.residents import Resident, resident, slots
 from cleave.server.segments import Share, sliceable
-from cleave.server.staging import Staging
-from cleave.wire.numbers import NumpyCodec
-from cleave.wire.stack import Batch
 
 steady = settings(max_examples=40, deadline=None, derandomize=True)
 MODELS = {"whole": decoder(), "adapters": decoder(rank=2), "no head": decoder(has_head=False)}

@@ -9,13 +9,13 @@ import msgspec
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stacks import Builder, decoder
+from tests.support.stacks import Builder, decoder
 
-from cleave.core.planner.column_plan import Stage
+from cleave.core.plan.resident.stages import Stage
+from cleave.protocol.decoder import Stack, View
+from cleave.protocol.programs import Attention, Head, Mlp, Norm, Part, Weight
 from cleave.server.grain import sublayers
 from cleave.server.segments import Share, inner_width, sliceable
-from cleave.wire.programs import Attention, Head, Mlp, Norm, Part, Weight
-from cleave.wire.stack import Stack, View
 
 steady = settings(max_examples=80, deadline=None, derandomize=True)
 

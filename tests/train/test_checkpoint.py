@@ -202,7 +202,7 @@ def test_a_checkpoint_of_another_model_optimizer_or_format_is_refused(tmp_path: 
 
 
 def _dying(*arguments: object) -> str:
-    script = Path(__file__).with_name("dying_saves.py")
+    script = Path(__file__).parents[1] / "support" / "dying_saves.py"
     result = subprocess.run(
         [sys.executable, str(script), *map(str, arguments)], capture_output=True, text=True, timeout=500, check=False
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cleave.core.shapes import named
+from cleave.core.model.shapes import named
 from cleave.errors import ModelError
 from cleave.train.models import build_model, load_directory
 

@@ -7,22 +7,17 @@ at random, and against those the planner makes when no device could hold the mod
 from __future__ import annotations
 
 import copy
-import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from in_process import ROOMY, InProcess, anyhow
+from tests.support.decoders import NAMES, llama, make, tokens
+from tests.support.in_process import ROOMY, InProcess, anyhow
 from torch import nn
 
-from cleave.core.planner.live_columns import plan_columns
-from cleave.train.distribute import distribute
-
-sys.path.append(str(Path(__file__).parents[1] / "train"))
-
-from decoders import NAMES, llama, make, tokens
+from cleave.core.plan.resident.small_fleet import plan_columns
+from cleave.train.offload.distribute import distribute
 
 pytestmark = pytest.mark.timeout(60)
 ALLOWED = 1e-4

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import make, tokens
+from tests.support.models import make, tokens
 from torch import nn
 
 from cleave import Fleet, distribute, undistribute

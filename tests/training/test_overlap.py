@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.support.decoders import make, tokens
 from torch import nn, optim
 
 import cleave
 from cleave import Fleet
-from cleave.core.tasks import DeviceId
-
-sys.path.append(str(Path(__file__).parents[1] / "train"))
-
-from decoders import make, tokens
+from cleave.core.schedule.tasks import DeviceId
 
 STEPS = 5
 EPS = 1e-4  # the gradient of a bias of keys is nothing but rounding, which Adam would make as large as any other

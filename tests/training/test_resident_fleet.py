@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 from concurrent.futures import Future
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-from cleave import Fleet
-from cleave.server.cluster import Cluster
-from cleave.wire.stack import Batch, Pass, Stack
-
-sys.path.append(str(Path(__file__).parents[1] / "train"))
-
-from test_stack import (  # noqa: F401  # those that more than arithmetic could break
+from tests.train.offload.test_decoder import (  # noqa: F401  # those that more than arithmetic could break
     test_a_base_model_alone_runs_as_a_stack,
     test_a_retained_graph_may_go_back_twice,
     test_autocast_rounds_no_worse_than_torch,
@@ -31,6 +22,10 @@ from test_stack import (  # noqa: F401  # those that more than arithmetic could 
     test_weights_are_as_fresh_as_the_last_step,
     test_without_labels_hidden_states_come_back_and_gradients_go_in,
 )
+
+from cleave import Fleet
+from cleave.protocol.decoder import Batch, Pass, Stack
+from cleave.server.cluster import Cluster
 
 
 class Recorded:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-from cleave import Fleet
-
-sys.path.append(str(Path(__file__).parents[1] / "train"))
-
-from test_resident_fleet import Recorded
-from test_stack_users import (  # noqa: F401
+from tests.train.offload.test_decoder_users import (  # noqa: F401
     test_lora_trains_alike_and_leaves_the_rest_untrained,
     test_our_loop_trains_alike_with_micro_batches_in_threads,
     test_trainer_trains_unmodified,
 )
+from tests.training.test_resident_fleet import Recorded
+
+from cleave import Fleet
 
 
 @pytest.fixture

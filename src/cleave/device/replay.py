@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from cleave.core.rectangles import Rectangle
+from cleave.core.schedule.rectangles import Rectangle
 from cleave.device.programs.kernels import Kernel, NumpyKernel
 from cleave.device.programs.resident import make_task
 from cleave.device.store import Store
 from cleave.errors import ProtocolError
-from cleave.wire import messages
-from cleave.wire.frame import Buffer
-from cleave.wire.numbers import Matrix, NumpyCodec
+from cleave.protocol import messages
+from cleave.protocol.frames import Buffer
+from cleave.protocol.numbers import Matrix, NumpyCodec
 
 Inbox = Iterable[tuple[messages.Store | messages.Run | messages.Drop, Buffer]]
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cleave.core.units import state_bytes
+from cleave.core.cost.resident import state_bytes
 from cleave.device.programs.attention import Cache
 from cleave.device.programs.kernels import Array, Kernel
 from cleave.errors import ProtocolError
-from cleave.wire.frame import Buffer
-from cleave.wire.messages import Store as StoreMessage
+from cleave.protocol.frames import Buffer
+from cleave.protocol.messages import Store as StoreMessage
 
 _ELEMENT_BYTES = 4
 

@@ -23,10 +23,10 @@ from cleave.device.programs.kernels import Kernel
 from cleave.device.programs.resident import Task, make_task
 from cleave.device.store import Store
 from cleave.errors import CleaveError, ConnectionLost, ProtocolError
+from cleave.protocol import messages
+from cleave.protocol.frames import PAYLOAD_BYTES, Buffer
+from cleave.protocol.messages import AnyMessage
 from cleave.transport.base import Channel
-from cleave.wire import messages
-from cleave.wire.frame import PAYLOAD_BYTES, Buffer
-from cleave.wire.messages import AnyMessage
 
 _LEAVE_S = 2.0
 _WORKSPACE_BYTES = 64 << 20

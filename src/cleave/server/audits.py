@@ -20,20 +20,20 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cleave import events
-from cleave.core.audit import Policy, chance, disagreement, least_of
-from cleave.core.flow import Account, Direction, Seat, Unit
-from cleave.core.rectangles import Rectangle
-from cleave.core.tasks import DeviceId, OperandId
-from cleave.core.trust import Trust
+from cleave.core.schedule.members import Roster
+from cleave.core.schedule.pipeline import Account, Direction, Seat, Unit
+from cleave.core.schedule.rectangles import Rectangle
+from cleave.core.schedule.tasks import DeviceId, OperandId
+from cleave.core.verify.recompute import Policy, chance, disagreement, least_of
+from cleave.core.verify.trust import Trust
 from cleave.errors import CleaveError
-from cleave.server.pass_run import PassRun
+from cleave.protocol import messages
+from cleave.protocol.frames import Buffer
+from cleave.protocol.numbers import Matrix
+from cleave.protocol.programs import Backward, Forward
+from cleave.server.operands import Staging
+from cleave.server.resident_tasks import PassRun
 from cleave.server.residents import Resident
-from cleave.server.roster import Roster
-from cleave.server.staging import Staging
-from cleave.wire import messages
-from cleave.wire.frame import Buffer
-from cleave.wire.numbers import Matrix
-from cleave.wire.programs import Backward, Forward
 
 Message = tuple[messages.Store | messages.Run | messages.Drop, Buffer]
 Replay = Callable[[Iterable[Message]], Iterator[Matrix]]

@@ -22,30 +22,30 @@ from typing import TypeVar
 import numpy as np
 
 from cleave import events
-from cleave.core.audit import Policy
-from cleave.core.cost import WireFormat
-from cleave.core.fleet import Profiles
-from cleave.core.graph import Role
-from cleave.core.ledger import Ledger
-from cleave.core.planner.column_plan import ColumnPlan
-from cleave.core.planner.linear import Linear, LinearPlan, plan_linear
-from cleave.core.planner.live_columns import plan_columns
-from cleave.core.tasks import DeviceId, DeviceLeft, OperandId, OperandsReleased
+from cleave.core.cost.gemm import WireFormat
+from cleave.core.fleet.profiles import Profiles
+from cleave.core.model.gemms import Role
+from cleave.core.plan.gemm.layer import Linear, LinearPlan, plan_linear
+from cleave.core.plan.resident.small_fleet import plan_columns
+from cleave.core.plan.resident.stages import ColumnPlan
+from cleave.core.schedule.ledger import Ledger
+from cleave.core.schedule.members import STAND_IN, Member, Roster
+from cleave.core.schedule.tasks import DeviceId, DeviceLeft, OperandId, OperandsReleased
+from cleave.core.verify.recompute import Policy
 from cleave.errors import FleetGoneError, InfeasibleError
+from cleave.protocol.decoder import Batch, Stack
+from cleave.protocol.numbers import Codec, Matrix, NumpyCodec
+from cleave.server.admission.tokens import Keys
 from cleave.server.audits import Audits, Replay
-from cleave.server.dispatcher import Dispatcher
+from cleave.server.connections import Dispatcher
+from cleave.server.gemm_run import Job, Jobs
 from cleave.server.grain import Arrange, Grains
-from cleave.server.inspection import Inspector
-from cleave.server.jobs import Job, Jobs
-from cleave.server.keys import Keys
-from cleave.server.passes import Passes, PassRun
+from cleave.server.operands import Staging, Tensor
+from cleave.server.product_checks import Inspector
 from cleave.server.products import Product
-from cleave.server.roster import STAND_IN, Member, Roster
-from cleave.server.staging import Staging, Tensor
+from cleave.server.resident_run import Passes, PassRun
 from cleave.transport.base import Channel
 from cleave.transport.memory import memory_pair
-from cleave.wire.numbers import Codec, Matrix, NumpyCodec
-from cleave.wire.stack import Batch, Stack
 
 _REFRESH_S = 2.0
 _IDLE_S = 30.0

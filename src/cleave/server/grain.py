@@ -12,17 +12,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from cleave.core.cost import WireFormat, handling_s
-from cleave.core.fleet import Profiles
-from cleave.core.graph import Role
-from cleave.core.planner.column_plan import ColumnPlan, Share, Stage
-from cleave.core.planner.linear import Linear, moved_bytes, plan_linear
-from cleave.core.units import Sublayer
+from cleave.core.cost.gemm import WireFormat, handling_s
+from cleave.core.cost.resident import Sublayer
+from cleave.core.fleet.profiles import Profiles
+from cleave.core.model.gemms import Role
+from cleave.core.plan.gemm.layer import Linear, moved_bytes, plan_linear
+from cleave.core.plan.resident.stages import ColumnPlan, Share, Stage
 from cleave.errors import InfeasibleError
+from cleave.protocol.decoder import Batch, Stack
+from cleave.protocol.programs import Attention, Weight
 from cleave.server.segments import Share as Segment
 from cleave.server.segments import inner_width, kind_of, sliceable
-from cleave.wire.programs import Attention, Weight
-from cleave.wire.stack import Batch, Stack
 
 Grain = Literal["auto", "gemm", "resident"]
 _REMEMBERED = 32  # batches of other lengths, each with its plan

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from cleave.core.graph import Gemm, Role
-from cleave.core.planner.linear import Block
-from cleave.server.staging import Range, Tensor
-from cleave.wire.programs import Layout
+from cleave.core.model.gemms import Gemm, Role
+from cleave.core.plan.gemm.layer import Block
+from cleave.protocol.programs import Layout
+from cleave.server.operands import Range, Tensor
 
 LAYOUTS: dict[Role, Layout] = {"forward": "nt", "grad_input": "nn", "grad_weight": "tn"}
 

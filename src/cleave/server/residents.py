@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cleave.core.cost import DEVICE_BYTES
-from cleave.core.flow import Direction
-from cleave.core.tasks import Operand
-from cleave.core.units import SublayerKind, state_bytes
+from cleave.core.cost.gemm import DEVICE_BYTES
+from cleave.core.cost.resident import SublayerKind, state_bytes
+from cleave.core.schedule.pipeline import Direction
+from cleave.core.schedule.tasks import Operand
+from cleave.protocol.decoder import Batch, Stack, View
+from cleave.protocol.programs import Head, Part
+from cleave.server.operands import Staging
 from cleave.server.segments import Share, inner_width, kind_of
-from cleave.server.staging import Staging
-from cleave.wire.programs import Head, Part
-from cleave.wire.stack import Batch, Stack, View
 
 _ENTERING = 8  # x, dy, results and copies, beside what enters each part
 _INSIDE: dict[SublayerKind, int] = {"attention": 8, "mlp": 6, "head": 1}

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from cleave.core.units import SublayerKind
-from cleave.wire.programs import Attention, Head, Mlp, Norm, Part, Weight
-from cleave.wire.stack import Range, Stack, View
+from cleave.core.cost.resident import SublayerKind
+from cleave.protocol.decoder import Range, Stack, View
+from cleave.protocol.programs import Attention, Head, Mlp, Norm, Part, Weight
 
 Name = Callable[[View], int]
 """The operand of a rectangle of a parameter."""

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from cleave.config import TrainConfig
 from cleave.errors import CleaveError, InputError
 from cleave.events import Evaluated, Listener, Note, Resumed, RunFinished, RunStarted, StepDone
-from cleave.train import saving, stack
+from cleave.train import saving
 from cleave.train.checkpoint import Checkpoint, Position, RandomState
 from cleave.train.data import (
     Batches,
@@ -41,6 +41,7 @@ from cleave.train.data import (
 )
 from cleave.train.interrupts import Interrupts
 from cleave.train.models import build_model, export, generate_text, load_directory, positions
+from cleave.train.offload import decoder as stack
 from cleave.train.tensorboard import with_tensorboard
 
 

@@ -21,7 +21,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from cleave.core.shapes import PRESET_NAMES, ModelShape, named
+from cleave.core.model.shapes import PRESET_NAMES, ModelShape, named
 from cleave.errors import ModelError
 from cleave.train.data import Tokenizer
 

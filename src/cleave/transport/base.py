@@ -13,9 +13,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from cleave.errors import ConnectionLost
-from cleave.wire import messages
-from cleave.wire.frame import PAYLOAD_BYTES, Assembler, Buffer, parts
-from cleave.wire.messages import AnyMessage
+from cleave.protocol import messages
+from cleave.protocol.frames import PAYLOAD_BYTES, Assembler, Buffer, parts
+from cleave.protocol.messages import AnyMessage
 
 
 @dataclass(frozen=True, slots=True)

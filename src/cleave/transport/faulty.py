@@ -18,12 +18,12 @@ from typing import Literal
 import numpy as np
 
 from cleave.errors import InputError
+from cleave.protocol import messages
+from cleave.protocol.frames import Buffer, parts
+from cleave.protocol.messages import AnyMessage, Cancel, Drop, Failed, Hello, Probed, Result, Run, Store
+from cleave.protocol.numbers import NumpyCodec
+from cleave.protocol.programs import Backward, Collect, Forward, Gemm, Hold, Program, operands
 from cleave.transport.base import Channel, Received
-from cleave.wire import messages
-from cleave.wire.frame import Buffer, parts
-from cleave.wire.messages import AnyMessage, Cancel, Drop, Failed, Hello, Probed, Result, Run, Store
-from cleave.wire.numbers import NumpyCodec
-from cleave.wire.programs import Backward, Collect, Forward, Gemm, Hold, Program, operands
 
 Kind = Literal[
     "vanish",  # the connection ends without a word

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from cleave.errors import ConnectionLost
+from cleave.protocol.frames import Buffer
 from cleave.transport.base import Channel
-from cleave.wire.frame import Buffer
 
 _ROOM = 16  # byte strings on their way before a sender waits
 

@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from cleave.errors import ConnectionLost, InputError
+from cleave.protocol.frames import Buffer
 from cleave.transport.base import Channel, Received
-from cleave.wire.frame import Buffer
 
 _SLICE_BYTES = 64 << 10
 """What one way of one channel may send before others have their turn ..."""

@@ -25,7 +25,7 @@ except ImportError:  # the same in Python, for platforms without the compiled on
     from websockets.utils import apply_mask
 
 from cleave.errors import ConnectionLost
-from cleave.wire.frame import MESSAGE_BYTES, Buffer
+from cleave.protocol.frames import MESSAGE_BYTES, Buffer
 
 PING_S = 20.0
 """A ping after so much silence; as much again without any answer, and the peer is gone."""

@@ -27,9 +27,9 @@ from websockets.server import ServerProtocol
 from websockets.uri import WebSocketURI, parse_uri
 
 from cleave.errors import ConnectionLost, InputError
+from cleave.protocol.frames import HEADER_BYTES, MESSAGE_BYTES, Buffer
 from cleave.transport.base import Channel
 from cleave.transport.stream import Stream
-from cleave.wire.frame import HEADER_BYTES, MESSAGE_BYTES, Buffer
 
 _OPEN_S = 10.0
 _ADDRESS = "expected the address of a server such as ws://192.168.1.20:7077, got {}"

@@ -23,7 +23,7 @@ from cleave.device.programs.linear import (
     normalize_back,
     out_width,
 )
-from cleave.wire.programs import Attention, Weight
+from cleave.protocol.programs import Attention, Weight
 
 _MOST_ROWS = 128
 """Of a tile: with more, too many scores beyond the diagonal are made in vain."""

@@ -15,7 +15,7 @@ from cleave.device.programs.linear import Unit
 from cleave.device.programs.segments import Segment
 from cleave.device.store import Operand, Store
 from cleave.errors import ProtocolError
-from cleave.wire.programs import Attention, Backward, Forward, Head, Mlp, Norm, Part, Weight, operands, parameters
+from cleave.protocol.programs import Attention, Backward, Forward, Head, Mlp, Norm, Part, Weight, operands, parameters
 
 _MOST_ROWS = 1 << 24  # positions are counted in fp32
 _MOST_WORDS = 1 << 31

@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from cleave.core.rectangles import Rectangle
+from cleave.core.schedule.rectangles import Rectangle
 from cleave.device.programs.kernels import Array, Kernel
 from cleave.device.store import Operand, Store
 from cleave.errors import ProtocolError
-from cleave.wire.messages import CHECKED_COLUMNS
-from cleave.wire.programs import Gemm
+from cleave.protocol.messages import CHECKED_COLUMNS
+from cleave.protocol.programs import Gemm
 
 _RESULT_ELEMENTS = 1 << 20  # a rectangle of about 4 MB: one part of a payload
 _LEAST_SIDE = 512

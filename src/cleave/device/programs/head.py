@@ -20,7 +20,7 @@ from cleave.device.programs.linear import (
     normalize_back,
     out_width,
 )
-from cleave.wire.programs import Head
+from cleave.protocol.programs import Head
 
 LOGITS_BYTES = 32 << 20
 """What the logits of a band may take."""

@@ -15,11 +15,11 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.core.cost import WireFormat
+from cleave.core.cost.gemm import WireFormat
 from cleave.errors import InputError
-from cleave.wire.frame import Buffer
-from cleave.wire.numbers import NumpyCodec
-from cleave.wire.programs import Layout
+from cleave.protocol.frames import Buffer
+from cleave.protocol.numbers import NumpyCodec
+from cleave.protocol.programs import Layout
 
 KernelChoice = Literal["auto", "numpy", "torch"]
 Array = Any

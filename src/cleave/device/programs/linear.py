@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cleave.device.programs.kernels import Array, Kernel
-from cleave.wire.programs import Norm, Weight
+from cleave.protocol.programs import Norm, Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

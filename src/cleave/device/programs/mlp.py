@@ -16,7 +16,7 @@ from cleave.device.programs.linear import (
     normalize,
     normalize_back,
 )
-from cleave.wire.programs import Activation, Mlp, Weight
+from cleave.protocol.programs import Activation, Mlp, Weight
 
 _TANH_SCALE, _TANH_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715  # gelu_tanh is x sigmoid(scale (x + cube x^3))
 

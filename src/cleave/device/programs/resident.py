@@ -11,14 +11,14 @@ from typing import Protocol
 
 import numpy as np
 
-from cleave.core.rectangles import Rectangle
+from cleave.core.schedule.rectangles import Rectangle
 from cleave.device.programs import segments
 from cleave.device.programs.binding import Bound, bind, check_program
 from cleave.device.programs.gemm import Chunk, GemmTask, bands
 from cleave.device.programs.kernels import Array, Kernel
 from cleave.device.store import State, Store
 from cleave.errors import ProtocolError
-from cleave.wire.programs import Attention, Backward, Collect, Forward, Gemm, Hold, Program
+from cleave.protocol.programs import Attention, Backward, Collect, Forward, Gemm, Hold, Program
 
 _NOBODY_WANTS = 1, 1
 """The shape of a result that only says that it is done."""

@@ -14,7 +14,7 @@ from cleave.device.programs import attention, head, mlp
 from cleave.device.programs.attention import Cache
 from cleave.device.programs.kernels import Array
 from cleave.device.programs.linear import Unit
-from cleave.wire.programs import Attention, Head, Mlp, Part
+from cleave.protocol.programs import Attention, Head, Mlp, Part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

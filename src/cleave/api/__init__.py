@@ -1,0 +1,1 @@
+"""The Python face: `Fleet`, `distribute`, `plan`; re-exported by `cleave`."""

@@ -1,0 +1,278 @@
+"""`cleave.Fleet`: devices as one multiplier, from Python. Starts the server and, if asked, devices on this machine."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+
+import numpy as np
+
+from cleave import events
+from cleave.core.cost.gemm import WireFormat
+from cleave.core.plan.gemm.layer import Linear
+from cleave.core.verify.recompute import Policy
+from cleave.device.join import stand_in
+from cleave.device.replay import replay
+from cleave.errors import InputError
+from cleave.server.admission import certificate
+from cleave.server.admission.tokens import Keys
+from cleave.server.cluster import Cluster
+from cleave.server.service import Service
+from cleave.transport.shaped import Link, shaping
+
+if TYPE_CHECKING:
+    import torch
+
+Offload = Literal["auto", "always"]
+Alone = Literal["wait", "compute"]
+"""What a server does while no device is there: wait for one, or compute itself until one joins."""
+Tls = bool | tuple[str | Path, str | Path | None]
+"""False: none; True: with a certificate the server makes; or the files of a certificate and its key (PEM)."""
+_Array = TypeVar("_Array", "np.ndarray[Any, Any]", "torch.Tensor")
+_FIRST_DEVICE_S = 60.0
+_HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""Of a server that listens on every address: the one to dial from this machine."""
+
+
+class Fleet:
+    """The devices of a server that runs in this process. Use `local` or `serve`, and close it, or use `with`."""
+
+    def __init__(
+        self,
+        listen: str,
+        *,
+        token: str = "",
+        keys: Keys | None = None,
+        tls: Tls = False,
+        directory: Path | None = None,
+        wire: WireFormat = "fp32",
+        offload: Offload = "auto",
+        listener: events.Listener = lambda event: None,
+        alone: Alone = "wait",
+        alone_wait_s: float = 60.0,
+        links: Link | None = None,
+        trust: Policy = "sample",
+    ) -> None:
+        """`token` is what the join command shows, and the only key if no `keys` are given; what must outlive this
+        process, such as a certificate that devices know by its fingerprint, is kept in `directory`. `links` slows down
+        every device as a network would that this machine does not have. `trust` is how much of what devices do with
+        resident layers this server computes again: a sample, everything (strict), or none; products are all checked."""
+        if wire not in ("fp32", "bf16", "fp16", "int8"):
+            raise InputError(f"expected wire fp32, bf16, fp16 or int8, got {wire!r}")
+        if offload not in ("auto", "always"):
+            raise InputError(f"expected offload auto or always, got {offload!r}")
+        if trust not in ("sample", "strict", "none"):
+            raise InputError(f"expected trust sample, strict or none, got {trust!r}")
+        self.wire: WireFormat = wire
+        self.offload: Offload = offload
+        self.token = token
+        self.medium_bytes_per_s = links.medium_bytes_per_s if links is not None else math.inf
+        """What all devices share, both ways, as far as anyone has said; each alone may measure as much."""
+        self._listener = listener
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._keys = keys = keys or Keys(token)
+        self._certificate = _certificate(tls, directory, listen.rpartition(":")[0].strip("[]"))
+
+        def make(loop: Any) -> Cluster:
+            return Cluster(
+                loop,
+                wire=wire,
+                keys=keys,
+                codec=_fastest_codec(),
+                listener=listener,
+                gone_s=alone_wait_s,
+                stand_in=stand_in if alone == "compute" else None,
+                medium_bytes_per_s=self.medium_bytes_per_s,
+                trust=trust,
+                replay=replay,
+            )
+
+        wrap = None if links is None else shaping(links)
+        self._service = Service(listen, make, keys=keys, certificate=self._certificate, wrap=wrap, say=self.say)
+        self._service.start()
+        self.cluster = self._service.cluster
+        if keys.is_open and self.is_reachable:
+            self.say("anyone who reaches this server may join it, and sees what devices see; give it a token")
+
+    @classmethod
+    def serve(
+        cls,
+        listen: str = "0.0.0.0:7077",
+        *,
+        token: str = "",
+        tls: Tls = False,
+        wire: WireFormat = "fp32",
+        offload: Offload = "auto",
+        alone: Alone = "wait",
+        alone_wait_s: float = 3600.0,
+        trust: Policy = "sample",
+        listener: events.Listener = lambda event: None,
+    ) -> Fleet:
+        """Wait for devices at an address of this machine; `join_command` is what to type on theirs."""
+        return cls(
+            listen,
+            token=token,
+            tls=tls,
+            wire=wire,
+            offload=offload,
+            alone=alone,
+            alone_wait_s=alone_wait_s,
+            trust=trust,
+            listener=listener,
+        )
+
+    @classmethod
+    def local(
+        cls,
+        count: int,
+        *,
+        wire: WireFormat = "fp32",
+        offload: Offload = "auto",
+        threads: int = 1,
+        memory: str | None = None,
+        links: Link | None = None,
+        trust: Policy = "sample",
+        listener: events.Listener = lambda event: None,
+    ) -> Fleet:
+        """Start devices on this machine: real processes, real sockets; and links as slow as `links` says."""
+        fleet = cls("127.0.0.1:0", wire=wire, offload=offload, links=links, trust=trust, listener=listener)
+        try:
+            fleet.start_devices(count, threads=threads, memory=memory)
+            fleet.wait(count)
+        except BaseException:
+            fleet.close()
+            raise
+        return fleet
+
+    @property
+    def url(self) -> str:
+        """Where devices on this machine find the server, whatever name its certificate is for."""
+        host = _HERE.get(self._service.host, self._service.host)
+        return self._url(host, pinned=self._certificate is not None)
+
+    @property
+    def public_url(self) -> str:
+        """Where devices on other machines find it; those on this one, if it listens to nobody else."""
+        named = self._certificate.name if self._certificate is not None else None
+        host = _own_address() if self._service.host in _HERE else self._service.host
+        return self._url(named or host, pinned=self._certificate is not None and self._certificate.is_own)
+
+    def _url(self, host: str, *, pinned: bool) -> str:
+        scheme = "ws" if self._certificate is None else "wss"
+        pin = f"#sha256:{self._certificate.fingerprint}" if self._certificate is not None and pinned else ""
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{self._service.port}{pin}"
+
+    @property
+    def join_command(self) -> str:
+        """What to type on another machine, secret and all; on this one, if the server listens to nobody else."""
+        return f"cleave join {self.public_url}{f' --token {self.token}' if self.token else ''}"
+
+    @property
+    def is_reachable(self) -> bool:
+        """Whether other machines can join."""
+        return not self._service.is_local
+
+    def say(self, text: str) -> None:
+        self._listener(events.Note(text=text))
+
+    def start_devices(self, count: int, *, threads: int = 1, memory: str | None = None) -> list[int]:
+        """Devices on this machine, as `cleave join` starts them; their process ids."""
+        if count < 1:
+            raise InputError(f"expected at least 1 device, got {count}")
+        started: list[int] = []
+        if not self.is_reachable:  # all devices are here
+            self.cluster.grains.cores = (os.cpu_count() or 1) / threads
+        lent = self._keys.lend()
+        for _ in range(count):
+            number = len(self._processes) + 1
+            command = [sys.executable, "-m", "cleave", "join", self.url, "--name", f"local-{number}"]
+            command += [
+                "--quiet",
+                "--with-parent",
+                "--threads",
+                str(threads),
+                *(["--memory", memory] if memory else []),
+            ]
+            environment = {**os.environ, "CLEAVE_TOKEN": lent}
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+            self._processes.append(process)
+            started.append(process.pid)
+        return started
+
+    def wait(self, count: int = 1, timeout_s: float = _FIRST_DEVICE_S) -> None:
+        """Until so many devices are there; FleetGoneError if they do not come."""
+        self.cluster.wait_for_devices(count, timeout_s)
+
+    def matmul(self, a: _Array, b: _Array) -> _Array:
+        """a @ b of two matrices, computed in fp32; torch or numpy in, the same kind out."""
+        left, right = (
+            np.asarray(x if isinstance(x, np.ndarray) else x.detach().cpu(), dtype=np.float32) for x in (a, b)
+        )
+        if left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[0]:
+            raise InputError(f"expected matrices M x K and K x N, got {left.shape} and {right.shape}; reshape them")
+        # C = A B as the gradient of a layer's input: B is the weight, and no one transposes a copy
+        one, two = self.cluster.tensor(*left.shape), self.cluster.tensor(*right.shape)
+        one.bind(np.ascontiguousarray(left))
+        two.bind(np.ascontiguousarray(right))
+        linear = Linear(tokens=left.shape[0], in_width=right.shape[1], out_width=right.shape[0], roles=("grad_input",))
+        (result,) = self.cluster.wait(self.cluster.submit("grad_input", (one,), (two,), linear))
+        if isinstance(a, np.ndarray):
+            return result
+        import torch
+
+        return torch.from_numpy(result).to(device=a.device, dtype=a.dtype)
+
+    def close(self, reason: str = "done", *, rejoin: bool = False) -> None:
+        self._service.stop(reason, rejoin=rejoin)
+        if rejoin:  # others wait for this server to return; those it started end with it
+            for process in self._processes:
+                process.terminate()
+        for process in self._processes:
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._processes.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _certificate(tls: Tls, directory: Path | None, host: str) -> certificate.Certificate | None:
+    if isinstance(tls, tuple):
+        chain, key = tls
+        return certificate.given(Path(chain), Path(key) if key is not None else None)
+    kept = directory / certificate.FILE if directory is not None else None
+    return certificate.own(kept, [host, _own_address()]) if tls else None
+
+
+def _own_address() -> str:
+    """This machine's address on its network; opening a datagram socket sends nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))
+            return str(probe.getsockname()[0])
+        except OSError:
+            return socket.gethostname()
+
+
+def _fastest_codec() -> Any:
+    from importlib.util import find_spec
+
+    if find_spec("torch") is None:
+        return None
+    from cleave.train.offload.codec import TorchCodec
+
+    return TorchCodec()

@@ -1,0 +1,121 @@
+"""`cleave.plan`: cut a gemm or a model's training step over a fleet; and the files it reads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Literal, cast
+
+import numpy as np
+
+from cleave.core.cost.gemm import Server, WireFormat
+from cleave.core.fleet import sampling
+from cleave.core.fleet.profiles import Profiles, read_csv
+from cleave.core.model.gemms import Gemm
+from cleave.core.model.shapes import ModelShape, from_config, named
+from cleave.core.plan.gemm.product import GemmPlan, Split, plan_gemm
+from cleave.core.plan.step import StepChoice, StepPlan, choose_step, plan_step
+from cleave.errors import FleetError, InputError, ModelError
+from cleave.facts import table
+
+_USUAL_SEQUENCE = 1024
+
+
+def plan(
+    fleet: Profiles | str | Path,
+    *,
+    model: str | ModelShape | None = None,
+    tokens: int | None = None,
+    gemm: Gemm | tuple[int, int, int] | None = None,
+    sequence: int | None = None,
+    wire: WireFormat = "bf16",
+    server: Server | None = None,
+    split: Split = "auto",
+    grouped: bool = True,
+    grain: Literal["auto", "gemm", "resident"] = "auto",
+) -> GemmPlan | StepPlan | StepChoice:
+    """Cut one gemm, or a model's whole step, over a fleet (profiles, or the path of a fleet CSV).
+
+    A step comes as a `StepPlan` with grain "gemm" (which `split` and `grouped` speak of), else as a `StepChoice`: the
+    fastest of all ways, or the best columns with grain "resident".
+    """
+    profiles = fleet if isinstance(fleet, Profiles) else load_fleet(fleet)
+    if (gemm is None) == (model is None):
+        raise InputError("expected either a model or a gemm to plan; give one of them")
+    if gemm is not None:
+        if grain == "resident":
+            raise InputError("a gemm alone has no resident weights; use --grain gemm, or give --model and --tokens")
+        product = gemm if isinstance(gemm, Gemm) else Gemm(m=gemm[0], n=gemm[1], k=gemm[2])
+        if min(product.m, product.n, product.k) < 1:
+            raise InputError(f"expected sizes from 1 up, got gemm {product.m}, {product.n}, {product.k}; give M, N, K")
+        return plan_gemm(profiles, product, wire=wire, server=server, split=split)
+    assert model is not None
+    shape = model if isinstance(model, ModelShape) else load_shape(model)
+    if tokens is None:
+        raise InputError("a model's step needs its number of tokens; add --tokens, such as --tokens 131072")
+    length = _sequence(shape, tokens, sequence)
+    if grain == "gemm" or (grain == "auto" and (split != "auto" or not grouped)):
+        return plan_step(
+            profiles, shape, tokens, sequence=length, wire=wire, server=server, split=split, grouped=grouped
+        )
+    return choose_step(
+        profiles,
+        shape,
+        tokens,
+        sequence=length,
+        wire=wire,
+        server=server,
+        resident_only=grain == "resident",
+    )
+
+
+def load_fleet(path: str | Path) -> Profiles:
+    return read_csv(_read(path, FleetError, "a fleet CSV; draw one with cleave fleet sample"), str(path))
+
+
+def load_shape(model: str) -> ModelShape:
+    """A preset by name, or a Hugging Face config.json, or the folder that holds one."""
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file() and path.suffix != ".json" and "/" not in model:
+        return named(model)
+    text = _read(path, ModelError, "a Hugging Face config.json")
+    try:
+        config = json.loads(text)
+    except ValueError as fault:
+        raise ModelError(f"expected JSON in {path}, but {fault}; check the file") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"expected a JSON object in {path}, got {type(config).__name__}; give a model's config.json")
+    return from_config(cast("dict[str, object]", config), path.parent.resolve().name)
+
+
+def sample_fleet(mix: str, country: str, seed: int) -> Profiles:
+    return sampling.sample(
+        table("devices"),
+        table("access"),
+        table("device_memory_policy"),
+        mix=sampling.parse_mix(mix),
+        country=country,
+        rng=np.random.default_rng(seed),
+    )
+
+
+def _read(path: str | Path, error: type[InputError], expected: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as fault:
+        raise error(f"cannot read {path}: {fault.strerror}; give the path of {expected}") from None
+    except UnicodeDecodeError:
+        raise error(f"{path} is not text; give the path of {expected}") from None
+
+
+def _sequence(shape: ModelShape, tokens: int, sequence: int | None) -> int:
+    if sequence is None:
+        longest = min(_USUAL_SEQUENCE, shape.max_positions, tokens)
+        return next(length for length in range(longest, 0, -1) if tokens % length == 0)
+    if sequence > shape.max_positions:
+        raise InputError(
+            f"{shape.name} has {shape.max_positions} positions, got --sequence {sequence}; give at most that many"
+        )
+    return sequence

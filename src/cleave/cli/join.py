@@ -1,0 +1,115 @@
+"""`cleave join`: lend this machine to a server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import os
+import platform
+from collections.abc import Coroutine
+from typing import TYPE_CHECKING
+
+from cleave.errors import InputError
+
+if TYPE_CHECKING:
+    from cleave.device.programs.kernels import KernelChoice
+
+from cleave.cli.arguments import AddVerb, count, positive, size_bytes
+
+
+def add_to(add: AddVerb) -> None:
+    verb = add(
+        "join",
+        help="lend this machine to a server",
+        description="Lend this machine to a server: it measures itself, joins, computes, and shows what it "
+        "contributes. Ctrl-C leaves cleanly.",
+    )
+    verb.add_argument(
+        "url", nargs="?", metavar="URL", help="the server, such as ws://192.168.1.20:7077 (or CLEAVE_SERVER)"
+    )
+    verb.add_argument("--memory", type=size_bytes, metavar="SIZE", help="the most memory to use in all, such as 2GB")
+    verb.add_argument("--threads", type=count, metavar="N", help="processor threads to use (default: all)")
+    verb.add_argument("--name", metavar="TEXT", help="what the server calls this device (default: the host's name)")
+    verb.add_argument("--token", metavar="TEXT", help="the run's token (default: CLEAVE_TOKEN)")
+    verb.add_argument("--kernel", choices=["auto", "numpy", "torch"], default="auto", help="what multiplies")
+    verb.add_argument(
+        "--wait",
+        type=positive,
+        default=30.0,
+        metavar="S",
+        help="seconds to keep trying a server not yet reached (default: 30)",
+    )
+    verb.add_argument("--quiet", action="store_true", help="say nothing but errors")
+    verb.add_argument("--with-parent", action="store_true", help="leave when the process that started this one ends")
+    verb.set_defaults(run=_run_join)
+
+
+def _run_join(options: argparse.Namespace) -> None:
+    import os
+
+    if options.threads is not None:  # read by numpy's libraries when they are loaded, which is below
+        for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
+            os.environ[variable] = str(options.threads)
+
+    run_join(
+        url=options.url or os.environ.get("CLEAVE_SERVER"),
+        memory_bytes=options.memory,
+        threads=options.threads,
+        name=options.name,
+        token=options.token or os.environ.get("CLEAVE_TOKEN", ""),
+        kernel=options.kernel,
+        wait_s=options.wait,
+        quiet=options.quiet,
+        with_parent=options.with_parent,
+    )
+
+
+def run_join(
+    *,
+    url: str | None,
+    memory_bytes: int | None,
+    threads: int | None,
+    name: str | None,
+    token: str,
+    kernel: KernelChoice,
+    wait_s: float,
+    quiet: bool,
+    with_parent: bool,
+) -> None:
+    from cleave.device import join, probe
+    from cleave.device.programs.kernels import choose_kernel
+    from cleave.device.worker import Contribution, Offer
+    from cleave.report import join as join_report
+    from cleave.transport.allocation import keep_freed_memory
+
+    keep_freed_memory(one_arena=True)
+    if not url:
+        raise InputError("join needs the address of a server; give cleave join URL, or set CLEAVE_SERVER")
+    join.socket_url(url)
+    chosen = choose_kernel(kernel, threads)
+    offer = Offer(
+        name=name or platform.node() or "device",
+        token=token,
+        flops_per_s=probe.measure_flops_per_s(chosen),
+        memory_bytes=probe.usable_memory_bytes(memory_bytes),
+    )
+    contribution = Contribution()
+    with (
+        join_report.shown(contribution, offer.flops_per_s, offer.memory_bytes, chosen.name, quiet=quiet) as say,
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        gc.freeze()  # what is loaded stays; only what comes and goes is worth looking at
+        gc.set_threshold(50_000)
+        serving = join.serve(url, chosen, offer, contribution, say, wait_s)
+        asyncio.run(_while_parent_lives(serving) if with_parent else serving)
+
+
+async def _while_parent_lives(serving: Coroutine[None, None, None]) -> None:
+    """A local device belongs to its server: killed servers leave no processes behind."""
+    parent, work = os.getppid(), asyncio.ensure_future(serving)
+    while not work.done() and os.getppid() == parent:
+        await asyncio.wait([work], timeout=1.0)
+    work.cancel()
+    await work

@@ -1,0 +1,60 @@
+"""The `cleave` command: dispatch to a verb; turn errors into one sentence and exit code 2.
+
+Verbs import what they need when they run, so that `cleave --help` needs nothing but argparse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from cleave import __version__
+from cleave.cli import fleet, join, plan, token, train
+from cleave.cli.arguments import BAD_INPUT, Parser
+from cleave.errors import CleaveError
+
+_INTERRUPTED = 130
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code is 0, or 2 with one sentence on standard error if the input is at fault."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    _set_log_level()
+    if options.verb is None:
+        parser.print_help()
+        return 0
+    try:
+        options.run(options)
+    except CleaveError as fault:
+        print(f"cleave {options.verb}: {fault}", file=sys.stderr)  # noqa: T201
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        return _INTERRUPTED
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        sys.stderr.close()
+        return 0
+    return 0
+
+
+def _set_log_level() -> None:
+    import logging
+    import os
+
+    level = os.environ.get("CLEAVE_LOG_LEVEL", "ERROR").upper()
+    known = logging.getLevelNamesMapping()
+    logging.basicConfig(level=known.get(level, logging.ERROR), format="%(asctime)s %(name)s %(levelname)s %(message)s")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="cleave", description="Train foundation models on idle laptops, desktops and phones.")
+    parser.add_argument("--version", action="version", version=f"cleave {__version__}")
+    verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", parser_class=Parser)
+    parser.set_defaults(verb=None)
+    train.add_to(verbs.add_parser)
+    join.add_to(verbs.add_parser)
+    token.add_to(verbs.add_parser)
+    plan.add_to(verbs.add_parser)
+    fleet.add_to(verbs.add_parser)
+    return parser

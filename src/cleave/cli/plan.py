@@ -1,0 +1,155 @@
+"""`cleave plan`: cut a gemm or a training step over a fleet."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from cleave.errors import InputError
+
+if TYPE_CHECKING:
+    from cleave.core.cost.gemm import WireFormat
+    from cleave.core.plan.gemm.product import Split
+
+from cleave.cli.arguments import AddVerb, count, gemm_sizes, positive
+
+_GBIT_BYTES = 1e9 / 8
+
+
+def add_to(add: AddVerb) -> None:
+    verb = add(
+        "plan",
+        help="cut a gemm, or a model's whole training step, over a fleet",
+        description="Cut a gemm, or a model's whole training step, over a fleet: who does which block, how long it "
+        "takes, how close that is to the lower bound, and what limits it.",
+    )
+    what = verb.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--model", metavar="NAME|PATH", help="a model by name, or a Hugging Face config.json or its folder"
+    )
+    what.add_argument("--gemm", type=gemm_sizes, metavar="M,N,K", help="one product C[M,N] = A[M,K] B[K,N]")
+    verb.add_argument("--fleet", required=True, metavar="FLEET.csv", help="profiles, one device a line")
+    verb.add_argument("--tokens", type=count, metavar="N", help="tokens of a step (with --model)")
+    verb.add_argument(
+        "--sequence",
+        type=count,
+        metavar="N",
+        help="tokens of one sequence (default: 1024 at most, dividing --tokens)",
+    )
+    verb.add_argument("--wire", choices=["fp32", "bf16", "fp16", "int8"], default="bf16", help="format on the wire")
+    verb.add_argument(
+        "--server-down", type=positive, metavar="GBIT", help="server to devices, Gbit/s (default: unlimited)"
+    )
+    verb.add_argument(
+        "--server-up", type=positive, metavar="GBIT", help="devices to server, Gbit/s (default: unlimited)"
+    )
+    verb.add_argument(
+        "--server-tflops", type=positive, metavar="TFLOPS", help="what the server computes itself (default: 0)"
+    )
+    verb.add_argument(
+        "--grain",
+        choices=["auto", "gemm", "resident"],
+        default="auto",
+        help="what a unit of a model's step is: a block of a gemm, or tokens through resident weights (default: "
+        "the fastest of all ways)",
+    )
+    verb.add_argument(
+        "--split", choices=["auto", "2d", "3d"], default="auto", help="whether blocks may split the inner side (gemm)"
+    )
+    verb.add_argument("--ungrouped", action="store_true", help="q, k, v and gate, up as gemms of their own (gemm)")
+    verb.add_argument("--json", action="store_true", help="print the plan, every unit of it, as JSON")
+    verb.add_argument("--plot", metavar="FILE.png", help="draw the tiling, and where the time goes")
+    verb.set_defaults(run=_run_plan)
+
+
+def _run_plan(options: argparse.Namespace) -> None:
+
+    run_plan(
+        fleet=options.fleet,
+        model=options.model,
+        gemm=options.gemm,
+        tokens=options.tokens,
+        sequence=options.sequence,
+        wire=options.wire,
+        server_down_gbit=options.server_down,
+        server_up_gbit=options.server_up,
+        server_tflops=options.server_tflops,
+        grain=options.grain,
+        split=options.split,
+        grouped=not options.ungrouped,
+        as_json=options.json,
+        plot=options.plot,
+    )
+
+
+def run_plan(
+    *,
+    fleet: str,
+    model: str | None,
+    gemm: tuple[int, int, int] | None,
+    tokens: int | None,
+    sequence: int | None,
+    wire: WireFormat,
+    server_down_gbit: float | None,
+    server_up_gbit: float | None,
+    server_tflops: float | None,
+    grain: Literal["auto", "gemm", "resident"],
+    split: Split,
+    grouped: bool,
+    as_json: bool,
+    plot: str | None,
+) -> None:
+    from cleave.api.planning import load_fleet
+    from cleave.api.planning import plan as make_plan
+    from cleave.core.cost.gemm import Server
+    from cleave.facts import table
+    from cleave.report import plan_json, plan_text, plan_words
+
+    if gemm is not None and tokens is not None:
+        raise InputError("--tokens goes with --model, and a gemm has its size already; leave it out")
+    if plot is not None:
+        _check_plot(Path(plot))
+    server = Server(
+        down_bytes_per_s=math.inf if server_down_gbit is None else server_down_gbit * _GBIT_BYTES,
+        up_bytes_per_s=math.inf if server_up_gbit is None else server_up_gbit * _GBIT_BYTES,
+        flops_per_s=0.0 if server_tflops is None else server_tflops * 1e12,
+    )
+    profiles = load_fleet(fleet)
+    found = make_plan(
+        profiles,
+        model=model,
+        tokens=tokens,
+        gemm=gemm,
+        sequence=sequence,
+        wire=wire,
+        server=server,
+        split=split,
+        grouped=grouped,
+        grain=grain,
+    )
+    if as_json:
+        sys.stdout.write(json.dumps(plan_json.as_json(found)) + "\n")
+    else:
+        plan_text.show(found, profiles, server, plan_words.cloud_gpu(table("cloud")))
+    if plot is not None:
+        from cleave.report import plan_plot
+
+        plan_plot.draw(found, profiles, server, Path(plot))
+        if not as_json:
+            plan_words.say(f"drawn: {plot}")
+
+
+def _check_plot(path: Path) -> None:
+    """Say so before a long plan is made, not after."""
+    if path.suffix.lower() not in {".png", ".svg", ".pdf"}:
+        raise InputError(f"expected --plot to end in .png, .svg or .pdf, got {path}; rename it")
+    if not path.parent.is_dir():
+        raise InputError(f"--plot {path}: there is no folder {path.parent}; make it first")
+    try:
+        import matplotlib  # noqa: F401  # pyright: ignore[reportUnusedImport]
+    except ImportError:
+        raise InputError("--plot needs matplotlib, which is not installed; pip install 'cleave[plot]'") from None

@@ -1,0 +1,1 @@
+"""What work costs: bytes, FLOPs, memory and seconds; one law per quantity."""

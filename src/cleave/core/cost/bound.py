@@ -1,0 +1,163 @@
+"""Lower bounds on the time of a gemm: no plan of blocks can be faster under the streamed cost.
+
+2D keeps the inner dimension whole: a device's share of the output is at most the largest area it finishes in time.
+3D may split it: a device's share of the multiply-adds is at most the largest volume. The least time at which all
+shares together cover the gemm is the bound. Under a server cap, egress buys area at a rate that grows with the area,
+so the largest devices come first: that is both the bound and the rule by which the planner selects devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from cleave.core.cost.gemm import Server, UnitCosts, area_within, best_inner
+from cleave.core.fleet.profiles import Floats, Ints
+from cleave.core.model.gemms import Gemm
+
+_TOLERANCE = 1e-6
+_NEVER_S = 1e12
+
+
+def bound_2d(unit: UnitCosts, gemm: Gemm, server: Server) -> float:
+    """Seconds; infinite where memory keeps the devices from ever holding the output at once."""
+    target = float(gemm.m) * gemm.n
+    ingress_s = target * unit.wire_bytes / server.up_bytes_per_s if len(unit) else 0.0
+    if unit.remote.all():
+        return max(least_time(lambda t: _capped_area(unit, gemm, server, t), target), ingress_s)
+
+    def covered(t: float) -> float:  # what the server computes itself crosses no link
+        own = area_within(unit, t, *_sides(gemm), gemm.k)[unit.remote == 0].sum()
+        return min(_capped_area(unit, gemm, server, t), own + server.up_bytes_per_s * t / unit.wire_bytes)
+
+    return least_time(covered, target)
+
+
+def bound_3d(unit: UnitCosts, gemm: Gemm, server: Server) -> float:
+    """Seconds, for blocks that may also split the inner dimension; memory aside, so it holds for any rounds."""
+    unit = unit.with_boundless_memory()
+    return least_time(lambda t: _capped_volume(unit, gemm, server, t), gemm.flops / 2)
+
+
+def holds_at_once(unit: UnitCosts, gemm: Gemm) -> bool:
+    """Whether the devices' memory could hold the whole gemm in one round, given all the time."""
+    flat = area_within(unit, _NEVER_S, *_sides(gemm), gemm.k).sum() * gemm.k
+    need = gemm.flops / 2 * (1 - 1e-9)
+    return float(flat) >= need or float(volume_within(unit, _NEVER_S, gemm).sum()) >= need
+
+
+def ideal_overlap_bound(unit: UnitCosts, gemm: Gemm) -> float:
+    """The Loomis-Whitney bound: 3D, with download, compute and upload overlapping completely.
+
+    Streaming cannot reach it: results exist only after operands. For a device bound by both links it is
+    (2 / 3 sqrt 3)^(2/3), that is 1.19 times, too low. Kept for comparison with the literature.
+    """
+
+    def volume(t: float) -> float:
+        tau = np.maximum(t - unit.latency_s, 0.0)
+        edge = tau / (2 * unit.down_s)
+        face = np.minimum(tau / unit.up_s, float(gemm.m) * gemm.n)
+        bound = np.where(edge <= gemm.k * np.sqrt(face), edge * np.sqrt(face), gemm.k * face)
+        return float(np.minimum(bound, tau / unit.mac_s).sum())
+
+    return least_time(volume, gemm.flops / 2)
+
+
+def by_worth(unit: UnitCosts, gemm: Gemm, deadline_s: float) -> Ints:
+    """Devices by what a byte sent to them earns: largest first, the server itself, which costs none, before all."""
+    areas = area_within(unit, deadline_s, *_sides(gemm), gemm.k)
+    order = np.lexsort((-areas, unit.remote))
+    return order[areas[order] > 0]
+
+
+def volume_within(unit: UnitCosts, deadline_s: float, gemm: Gemm) -> Floats:
+    """The most multiply-adds each device finishes in time, over all thicknesses of the inner dimension."""
+    thickness = best_inner(unit, deadline_s, *_sides(gemm), gemm.k)
+    return thickness * area_within(unit, deadline_s, *_sides(gemm), thickness)
+
+
+def _sides(gemm: Gemm) -> tuple[float, float]:
+    return float(min(gemm.m, gemm.n)), float(max(gemm.m, gemm.n))
+
+
+def _edges(areas: Floats, short: float) -> Floats:
+    """The least rows + columns of a block of such an area."""
+    return np.where(areas <= short * short, 2 * np.sqrt(areas), short + areas / short)
+
+
+def _capped_area(unit: UnitCosts, gemm: Gemm, server: Server, deadline_s: float) -> float:
+    """The most output that can be done by the deadline: all devices, or those the egress pays for, largest first."""
+    areas = area_within(unit, deadline_s, *_sides(gemm), gemm.k)
+    budget = server.down_bytes_per_s * deadline_s
+    spent = unit.remote * unit.wire_bytes * gemm.k * _edges(areas, float(min(gemm.m, gemm.n)))
+    if spent.sum() <= budget:
+        return float(areas.sum())
+    order = np.argsort(-areas, kind="stable")
+    total = np.cumsum(spent[order])
+    paid = int(np.searchsorted(total, budget))
+    short = float(min(gemm.m, gemm.n))
+    rest = (budget - (total[paid - 1] if paid else 0.0)) / (unit.wire_bytes * gemm.k)
+    partial = (rest / 2) ** 2 if rest <= 2 * short else short * (rest - short)
+    own = areas[(unit.remote == 0)].sum() - areas[order[:paid]][unit.remote[order[:paid]] == 0].sum()
+    return float(areas[order[:paid]].sum() + partial + own)
+
+
+def _capped_volume(unit: UnitCosts, gemm: Gemm, server: Server, deadline_s: float) -> float:
+    """As `_capped_area` for volumes: a device's area is at most what its uplink returns, which bounds its reuse.
+
+    A byte down earns most on devices with the largest possible area, a byte up the whole inner dimension at best; each
+    cap alone gives a bound on the total, and the smaller of the two holds.
+    """
+    volumes = volume_within(unit, deadline_s, gemm)
+    total = float(volumes.sum())
+    tau = np.maximum(deadline_s - unit.latency_s, 0.0)
+    face = np.clip(tau / unit.up_s, 1.0, float(gemm.m) * gemm.n)
+    for budget, need in (
+        (
+            server.down_bytes_per_s,
+            unit.wire_bytes * volumes / face * _edges(face, float(min(gemm.m, gemm.n))),
+        ),
+        (server.up_bytes_per_s, unit.wire_bytes * volumes / gemm.k),
+    ):
+        need = need * unit.remote
+        if need.sum() > budget * deadline_s:
+            order = np.argsort(need / np.maximum(volumes, 1e-300), kind="stable")
+            spent = np.concatenate([[0.0], np.cumsum(need[order])])
+            done = np.concatenate([[0.0], np.cumsum(volumes[order])])
+            total = min(total, float(np.interp(budget * deadline_s, spent, done)))
+    return total
+
+
+def least_time(work: Callable[[float], float], target: float, tolerance: float = _TOLERANCE) -> float:
+    """The least time at which an increasing `work` reaches the target: false position on the logarithms."""
+    if work(_NEVER_S) < target:
+        return np.inf
+
+    def excess(log_t: float) -> float:
+        done = work(float(np.exp(log_t)))
+        return float(np.log(done / target)) if done > 0 else -np.inf
+
+    low, high = np.log(1e-3), np.log(4e-3)
+    at_low, at_high = excess(low), excess(high)
+    while at_high < 0:
+        low, at_low, high = high, at_high, high + np.log(4)
+        at_high = excess(high)
+    while at_low >= 0:
+        high, at_high, low = low, at_low, low - np.log(4)
+        at_low = excess(low)
+    turn = 0
+    while high - low > tolerance:
+        turn += 1
+        if np.isinf(at_low) or turn % 4 == 0:  # before the least latency has passed, or a kink: halve the bracket
+            guess = (low + high) / 2
+        else:
+            guess = high - at_high * (high - low) / (at_high - at_low)
+            nudge = tolerance / 3 if turn % 2 else -tolerance / 3  # so that either end can close in
+            guess = min(max(guess + nudge, low + tolerance / 3), high - tolerance / 3)
+        value = excess(guess)
+        if value >= 0:
+            high, at_high = guess, value
+        else:
+            low, at_low = guess, value
+    return float(np.exp(low))  # the side on which it is still a bound

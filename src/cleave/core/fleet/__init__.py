@@ -1,0 +1,1 @@
+"""Device profiles, and fleets drawn from the fact tables."""

@@ -1,0 +1,1 @@
+"""What a training step consists of: shapes, gemms, decoders."""

@@ -1,0 +1,203 @@
+"""The work of a training step: its gemms, its attention products, and the segments they form.
+
+A linear layer Y = X W^T gives three gemms a step, one per role, each of 2 x tokens x weights operations.
+Projections that read the same X (q, k, v; gate and up) are grouped into one wider gemm, so X travels once.
+Layers are equal, so an entry stands for `count` equal ones. The module knows no devices, bytes or seconds
+(`core/cost.py`) and not the order within a step; `core/planner` cuts what is listed here into units.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cleave.core.model.shapes import ModelShape
+from cleave.errors import InputError
+
+Role = Literal["forward", "grad_input", "grad_weight"]
+SegmentKind = Literal["attention", "mlp", "head"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gemm:
+    """One matrix product C[m,n] = A[m,k] B[k,n]."""
+
+    m: int
+    n: int
+    k: int
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.n * self.k
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepGemm:
+    """A gemm with weights, as often as it occurs in a step."""
+
+    segment: str
+    """The linear layer: qkv, out, gate_up or up, down, head; q, k, v, gate alone when not grouped."""
+    role: Role
+    gemm: Gemm
+    count: int
+    members: tuple[str, ...]
+    """The projections side by side in the wide operand, in order."""
+
+    @property
+    def flops(self) -> int:
+        return self.count * self.gemm.flops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionProduct:
+    """A product of two activations, for one head of one sequence, as often as it occurs in a step."""
+
+    name: str
+    role: Literal["forward", "grad_input"]
+    gemm: Gemm
+    count: int
+
+    @property
+    def flops(self) -> int:
+        return self.count * self.gemm.flops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """One of `count` equal parts of the model, with the work of all of them."""
+
+    kind: SegmentKind
+    count: int
+    params: int
+    """Parameters that one of them holds: weights, biases, norm. A tied token table counts for the head."""
+    gemms: tuple[StepGemm, ...]
+    products: tuple[AttentionProduct, ...]
+
+    @property
+    def flops(self) -> int:
+        return sum(gemm.flops for gemm in self.gemms) + sum(product.flops for product in self.products)
+
+
+def step_gemms(shape: ModelShape, tokens: int, grouped: bool = True) -> tuple[StepGemm, ...]:
+    """Every gemm with weights in a step over `tokens` tokens, one entry per linear layer and role.
+
+    The first layer's grad_input counts too: the token table is trained.
+    """
+    return (
+        *_attention_gemms(shape, tokens, grouped),
+        *_mlp_gemms(shape, tokens, grouped),
+        *_head_gemms(shape, tokens),
+    )
+
+
+def attention_products(shape: ModelShape, tokens: int, sequence: int) -> tuple[AttentionProduct, ...]:
+    """The six products of attention in a step of `tokens` tokens in sequences of `sequence`.
+
+    With scores = Q K^T, probabilities P = softmax(scores) and context = P V, per head and sequence.
+    Counted in full: a causal mask could save up to half.
+    """
+    if sequence < 1 or tokens < 1 or tokens % sequence != 0:
+        raise InputError(
+            "expected tokens to be a positive multiple of the sequence length, "
+            f"got {tokens} tokens in sequences of {sequence}; make the batch a whole number of sequences"
+        )
+    square = Gemm(m=sequence, n=sequence, k=shape.head_dim)
+    tall = Gemm(m=sequence, n=shape.head_dim, k=sequence)
+    count = shape.layers * shape.heads * (tokens // sequence)
+    return (
+        AttentionProduct(name="scores", role="forward", gemm=square, count=count),
+        AttentionProduct(name="context", role="forward", gemm=tall, count=count),
+        AttentionProduct(name="grad_probabilities", role="grad_input", gemm=square, count=count),  # dC V^T
+        AttentionProduct(name="grad_value", role="grad_input", gemm=tall, count=count),  # P^T dC
+        AttentionProduct(name="grad_query", role="grad_input", gemm=tall, count=count),  # dS K
+        AttentionProduct(name="grad_key", role="grad_input", gemm=tall, count=count),  # dS^T Q
+    )
+
+
+def step_segments(shape: ModelShape, tokens: int, sequence: int, grouped: bool = True) -> tuple[Segment, ...]:
+    """The step as attention, MLP and head: together exactly `step_gemms` and `attention_products`.
+
+    OPT-350M's projection behind the token table is listed with the head, which has its counterpart.
+    """
+    return (
+        Segment(
+            kind="attention",
+            count=shape.layers,
+            params=shape.attention_params,
+            gemms=_attention_gemms(shape, tokens, grouped),
+            products=attention_products(shape, tokens, sequence),
+        ),
+        Segment(
+            kind="mlp",
+            count=shape.layers,
+            params=shape.mlp_params,
+            gemms=_mlp_gemms(shape, tokens, grouped),
+            products=(),
+        ),
+        Segment(
+            kind="head",
+            count=1,
+            params=shape.head_gemm_params + shape.final_norm_params,
+            gemms=_head_gemms(shape, tokens),
+            products=(),
+        ),
+    )
+
+
+def step_flops(shape: ModelShape, tokens: int, sequence: int) -> int:
+    """Operations of a step in gemms and attention products; norms, activations and loss are not counted."""
+    return sum(segment.flops for segment in step_segments(shape, tokens, sequence))
+
+
+def _attention_gemms(shape: ModelShape, tokens: int, grouped: bool) -> tuple[StepGemm, ...]:
+    readers = {"q": shape.q_width, "k": shape.kv_width, "v": shape.kv_width}
+    return (
+        *_sharing_input("qkv", readers, shape.hidden, tokens, shape.layers, grouped),
+        *_linear("out", ("out",), shape.hidden, shape.q_width, tokens, shape.layers),
+    )
+
+
+def _mlp_gemms(shape: ModelShape, tokens: int, grouped: bool) -> tuple[StepGemm, ...]:
+    readers = {"gate": shape.ffn, "up": shape.ffn} if shape.gated_mlp else {"up": shape.ffn}
+    return (
+        *_sharing_input("_".join(readers), readers, shape.hidden, tokens, shape.layers, grouped),
+        *_linear("down", ("down",), shape.hidden, shape.ffn, tokens, shape.layers),
+    )
+
+
+def _head_gemms(shape: ModelShape, tokens: int) -> tuple[StepGemm, ...]:
+    head = _linear("head", ("head",), shape.vocab, shape.embed_dim, tokens, 1)
+    if shape.embed_dim == shape.hidden:
+        return head
+    return (
+        *_linear("project_in", ("project_in",), shape.hidden, shape.embed_dim, tokens, 1),
+        *_linear("project_out", ("project_out",), shape.embed_dim, shape.hidden, tokens, 1),
+        *head,
+    )
+
+
+def _sharing_input(
+    segment: str, out_widths: dict[str, int], in_width: int, tokens: int, count: int, grouped: bool
+) -> tuple[StepGemm, ...]:
+    if grouped:
+        return _linear(segment, tuple(out_widths), sum(out_widths.values()), in_width, tokens, count)
+    return tuple(
+        gemm
+        for name, out_width in out_widths.items()
+        for gemm in _linear(name, (name,), out_width, in_width, tokens, count)
+    )
+
+
+def _linear(
+    segment: str, members: tuple[str, ...], out_width: int, in_width: int, tokens: int, count: int
+) -> tuple[StepGemm, ...]:
+    if tokens < 1:
+        raise InputError(f"expected a positive number of tokens, got {tokens}; give the tokens of a batch")
+    gemms: dict[Role, Gemm] = {
+        "forward": Gemm(m=tokens, n=out_width, k=in_width),  # Y = X W^T
+        "grad_input": Gemm(m=tokens, n=in_width, k=out_width),  # dX = dY W
+        "grad_weight": Gemm(m=out_width, n=in_width, k=tokens),  # dW = dY^T X
+    }
+    return tuple(
+        StepGemm(segment=segment, role=role, gemm=gemm, count=count, members=members) for role, gemm in gemms.items()
+    )

@@ -1,0 +1,1 @@
+"""Cut matrix products into blocks for devices."""

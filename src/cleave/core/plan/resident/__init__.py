@@ -1,0 +1,1 @@
+"""Place layers on devices for tokens to flow through."""

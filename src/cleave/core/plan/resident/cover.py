@@ -1,0 +1,320 @@
+"""Columns for many devices: the shortest run of a sorted fleet that covers all sublayers within given times.
+
+Given seconds for activations and for synchronisation, each device has a most rows for each kind of column. Devices are
+sorted by the largest rows x weights they can take; then f[p] is the fewest of them, from the front, that carry
+sublayers 0..p, the last column being k whole sublayers or one sublayer in c slices. Which times, which chunk, which
+devices is asked by `resident`; what a cover truly takes is computed from its rows, not from the times asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from cleave.core.cost.gemm import Server
+from cleave.core.cost.resident import Stack, Units, units
+from cleave.core.fleet.profiles import Bools, Floats, Ints, Profiles
+from cleave.core.plan.resident.stages import ColumnLimit, effective_flops_per_s
+
+SLICES = (2, 3, 4, 6, 8, 10, 16, 20, 32, 40)
+_COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160)
+_BUCKETS = 6
+"""Later columns have more time to synchronise, in this many levels."""
+_PREFERENCE = 1.001
+_USABLE = 0.9
+"""of the time that late columns are idle while the pipe fills and drains"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """How a cover was asked for: enough to ask again when the fleet has changed a little."""
+
+    chunk: int = 64
+    sync_share: float = 0.5
+    """of the step without fill, the part that weights and gradients get"""
+    least_count: int = 0
+    """sublayers of a column; 0: slices too"""
+    selected: float = 1.0
+    """share of the fleet, those that can do most"""
+    order: Literal["work", "weights"] = "work"
+    """devices sorted by rows x weights, or by the weights they would best hold"""
+    slack_s: float = 0.0
+    """the last columns may synchronise this much longer, as they end before the first ones and begin after them"""
+
+
+class Column(NamedTuple):
+    devices: Ints
+    rows: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Run:
+    """A stage: sublayers first..first+count, by one column or one for each slice."""
+
+    first: int
+    count: int
+    kind: int
+    columns: tuple[Column, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Cover:
+    runs: tuple[Run, ...]
+    activation_s: float
+    synchronisation_s: float
+    """beyond what late columns do while the pipe fills and drains"""
+    fill_s: float
+    down_bytes: float
+    up_bytes: float
+    limit: ColumnLimit
+
+    @property
+    def seconds(self) -> float:
+        return self.activation_s + self.synchronisation_s + self.fill_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Table:
+    """Everything about a fleet and a stack that does not depend on the times asked for."""
+
+    stack: Stack
+    profiles: Profiles
+    rows: int
+    chunk: int
+    of: Units
+    """one entry per kind of column"""
+    whole: tuple[tuple[tuple[int, int], ...], ...]
+    """per sublayer: (count, kind) of the columns that may begin there"""
+    sliced: tuple[tuple[tuple[int, int], ...], ...]
+    """per sublayer: (slices, kind)"""
+    row_s: Floats
+    """[kind, device]: of a row whose x is kept"""
+    down_s: Floats
+    """[kind, device]: of a row's downloads, x sent twice"""
+    gained_s: Floats
+    """[kind, device]: what keeping as many x as fit saves"""
+    fits: Bools
+    sync_s: Floats
+    """[device]: of one trained number"""
+    flops_per_s: Floats
+    times: int
+    """that weights travel down in a step"""
+
+    def kind(self, first: int, count: int, slices: int) -> int:
+        """Of a column that a cover may have."""
+        options = self.whole[first] if slices == 1 else self.sliced[first]
+        return next(kind for size, kind in options if size == (count if slices == 1 else slices))
+
+
+def make_table(profiles: Profiles, stack: Stack, rows: int, chunk: int, *, is_held: bool) -> Table:
+    """`is_held`: weights stay from forward to backward; else they, and every x, travel twice."""
+    length = len(stack)
+    counts = sorted({count for count in (*_COUNTS, length) if count <= length})
+    kinds: dict[tuple[float, ...], int] = {}
+    runs: list[tuple[int, int, int]] = []
+
+    def kind(first: int, count: int, slices: int) -> int:
+        traits = (*(stack.sums[:, first + count] - stack.sums[:, first]).tolist(), slices)
+        if traits not in kinds:
+            kinds[traits] = len(runs)
+            runs.append((first, count, slices))
+        return kinds[traits]
+
+    whole = tuple(
+        tuple((count, kind(first, count, 1)) for count in counts if first + count <= length) for first in range(length)
+    )
+    sliced = tuple(
+        tuple((slices, kind(first, 1, slices)) for slices in SLICES if stack.sublayers[first].allows(slices))
+        for first in range(length)
+    )
+    first, count, slices = np.array(runs, dtype=np.int64).T
+    of = units(stack, first, count, slices, chunk=chunk)
+    down, up = profiles.down_bytes_per_s, profiles.up_bytes_per_s
+    flops = effective_flops_per_s(profiles.flops_per_s, chunk, stack.terms)
+    free = profiles.memory_bytes - of.memory_bytes[:, None]
+    kept = np.maximum(free, 0.0) / of.kept_bytes_per_row[:, None] if is_held else 0.0
+    row_s = np.maximum(of.up_bytes_per_row[:, None] / up, of.flops_per_row[:, None] / flops)
+    times = 1 if is_held else 2
+    return Table(
+        stack=stack,
+        profiles=profiles,
+        rows=rows,
+        chunk=chunk,
+        of=of,
+        whole=whole,
+        sliced=sliced,
+        row_s=np.maximum(row_s, of.down_bytes_per_row[:, None] / down),
+        down_s=(of.down_bytes_per_row + of.again_bytes_per_row)[:, None] / down,
+        gained_s=kept * of.again_bytes_per_row[:, None] / down,
+        fits=free >= 0,
+        sync_s=np.maximum(stack.terms.gradient_bytes / up, times * stack.terms.weight_bytes / down),
+        flops_per_s=flops,
+        times=times,
+    )
+
+
+def cover(table: Table, recipe: Recipe, seconds: float) -> tuple[Run, ...] | None:
+    """The columns that take the fewest devices, if the fleet can do it in `seconds` (without fill); else None."""
+    activation_s, sync_s = seconds * (1 - recipe.sync_share), seconds * recipe.sync_share
+    rows = _most_rows(table, activation_s)
+    order = _sorted(table, recipe, rows, sync_s)
+    if len(order) == 0:
+        return None
+    sums = _row_sums(table, recipe, rows[:, order], order, sync_s)
+    goal = table.rows * (1 - 1e-9)
+
+    def reach(kind: int, used: int, sublayer: int) -> int:
+        """How many devices are used once a column of that kind is covered too."""
+        if used > most:
+            return used
+        found = sums(kind, sublayer)
+        return int(np.searchsorted(found, float(found[used]) + goal))
+
+    length, most = len(table.stack), len(order)
+    nobody = most + 1
+    needed, choice = [0] + [nobody] * length, [(0, 0, 0)] * (length + 1)
+    for first in range(length):
+        used = needed[first]
+        if used >= nobody:
+            continue
+        for count, kind in table.whole[first]:
+            until = first + count
+            if count < recipe.least_count and until < length:
+                continue
+            after = reach(kind, used, first)
+            if after < needed[until]:
+                needed[until], choice[until] = after, (first, kind, 1)
+        if recipe.least_count:
+            continue
+        for slices, kind in table.sliced[first]:
+            after = used
+            for _ in range(slices):
+                after = reach(kind, after, first)
+                if after >= needed[first + 1]:
+                    break
+            else:
+                needed[first + 1], choice[first + 1] = after, (first, kind, slices)
+    if needed[length] >= nobody:
+        return None
+    return _runs(table, order, choice, needed, sums, reach)
+
+
+def _most_rows(table: Table, activation_s: float) -> Floats:
+    rows = np.minimum(activation_s / table.row_s, (activation_s + table.gained_s) / table.down_s)
+    whole = table.of.takes_sequences
+    sequence = table.stack.sequence
+    rows[whole] = np.floor(rows[whole] / sequence + 1e-6) * sequence
+    return np.where(table.fits, np.minimum(rows, table.rows), 0.0)
+
+
+def _sorted(table: Table, recipe: Recipe, rows: Floats, sync_s: float) -> Ints:
+    timely = np.multiply.outer(table.of.trained, table.sync_s) <= sync_s
+    work = np.where(timely, rows, 0.0) * table.of.params[:, None]
+    most = work.max(axis=0)
+    usable = np.flatnonzero(most > 0)
+    by_work = usable[np.argsort(-most[usable], kind="stable")][: max(round(recipe.selected * len(most)), 1)]
+    if recipe.order == "work":
+        return by_work
+    best = np.argmax(work * _PREFERENCE > most, axis=0)
+    weights = table.of.params[best] * (1 + 1e-3 * most / max(float(most.max()), 1e-300))
+    return by_work[np.argsort(-weights[by_work], kind="stable")]
+
+
+def _row_sums(table: Table, recipe: Recipe, rows: Floats, order: Ints, sync_s: float) -> Callable[[int, int], Floats]:
+    """(kind, sublayer) -> rows that the first 0, 1, 2 ... devices can take in a column of that kind there."""
+    sums: dict[tuple[int, int], Floats] = {}
+    length, number_s = len(table.stack), table.sync_s[order]
+
+    def found(kind: int, sublayer: int) -> Floats:
+        bucket = _BUCKETS * sublayer // length
+        if (kind, bucket) not in sums:
+            within_s = sync_s + recipe.slack_s * bucket / _BUCKETS
+            taken = np.where(number_s * table.of.trained[kind] <= within_s, rows[kind], 0.0)
+            sums[kind, bucket] = np.concatenate([[0.0], np.cumsum(taken)])
+        return sums[kind, bucket]
+
+    return found
+
+
+def _runs(
+    table: Table,
+    order: Ints,
+    choice: list[tuple[int, int, int]],
+    needed: list[int],
+    sums: Callable[[int, int], Floats],
+    reach: Callable[[int, int, int], int],
+) -> tuple[Run, ...]:
+    runs: list[Run] = []
+    until = len(table.stack)
+    while until > 0:
+        first, kind, slices = choice[until]
+        used = needed[first]
+        columns: list[Column] = []
+        for _ in range(slices):
+            after = reach(kind, used, first)
+            taken = _trimmed(table, kind, np.diff(sums(kind, first)[used : after + 1]))
+            columns.append(Column(order[used:after][taken > 0], taken[taken > 0]))
+            used = after
+        runs.append(Run(first=first, count=until - first, kind=kind, columns=tuple(columns)))
+        until = first
+    return tuple(reversed(runs))
+
+
+def _trimmed(table: Table, kind: int, most: Floats) -> Floats:
+    """Rows that add up exactly, each device giving up its part of the surplus; whole sequences where they must be."""
+    rows = most * (table.rows / most.sum())
+    if not table.of.takes_sequences[kind]:
+        return rows
+    sequence = table.stack.sequence
+    pieces = np.floor(rows / sequence + 1e-9)
+    left = round(table.rows / sequence - pieces.sum())
+    pieces[np.argsort(pieces - rows / sequence, kind="stable")[:left]] += 1
+    return pieces * sequence
+
+
+def weigh(table: Table, runs: tuple[Run, ...], server: Server) -> Cover:
+    """What these columns truly take: the busiest device, the fill, and what synchronisation adds."""
+    of, profiles, terms = table.of, table.profiles, table.stack.terms
+    row_bytes = table.stack.hidden * terms.activation_bytes
+    link_s = 2 * row_bytes * (1 / profiles.down_bytes_per_s + 1 / profiles.up_bytes_per_s)
+    activation_s = sync_s = fill_s = 0.0
+    down = up = sync_down = sync_up = 0.0
+    spent_s: dict[ColumnLimit, float] = {"up": 0.0, "down": 0.0, "compute": 0.0}
+    for run in runs:
+        kind, hop_s, number_s = run.kind, 0.0, 0.0
+        for devices, rows in run.columns:
+            busy_s = np.maximum(
+                table.row_s[kind, devices] * rows, table.down_s[kind, devices] * rows - table.gained_s[kind, devices]
+            )
+            activation_s = max(activation_s, float(busy_s.max()))
+            chunk_s = table.chunk * (link_s[devices] + of.flops_per_row[kind] / table.flops_per_s[devices])
+            hop_s = max(hop_s, float((chunk_s + 2 * profiles.latency_s[devices]) @ rows) / table.rows)
+            number_s = max(number_s, float(table.sync_s[devices].max()))
+            kept = table.gained_s[kind, devices] * profiles.down_bytes_per_s[devices] / of.again_bytes_per_row[kind]
+            again = np.maximum(rows - kept, 0.0).sum() * of.again_bytes_per_row[kind]
+            down += float(of.down_bytes_per_row[kind] * table.rows + again)
+            up += float(of.up_bytes_per_row[kind] * table.rows)
+            sync_down += float(table.times * of.sync_down_bytes[kind] * len(devices))
+            sync_up += float(of.sync_up_bytes[kind] * len(devices))
+            spent_s["up"] += float((rows / profiles.up_bytes_per_s[devices]).sum() * of.up_bytes_per_row[kind])
+            spent_s["down"] += float((rows / profiles.down_bytes_per_s[devices]).sum() * of.down_bytes_per_row[kind])
+            spent_s["compute"] += float((rows / table.flops_per_s[devices]).sum() * of.flops_per_row[kind])
+        sync_s = max(sync_s, number_s * float(of.trained[kind]) - _USABLE * fill_s)
+        fill_s += hop_s
+    flowing_s = max(down / server.down_bytes_per_s, up / server.up_bytes_per_s) - fill_s
+    renewing_s = max(sync_down / server.down_bytes_per_s, sync_up / server.up_bytes_per_s)
+    limit: ColumnLimit = max(spent_s, key=lambda name: spent_s[name])
+    if fill_s > activation_s + sync_s:
+        limit = "latency"
+    return Cover(
+        runs=runs,
+        activation_s=max(activation_s, flowing_s),
+        synchronisation_s=max(sync_s, renewing_s),
+        fill_s=fill_s,
+        down_bytes=down + sync_down,
+        up_bytes=up + sync_up,
+        limit="server" if flowing_s > activation_s or renewing_s > sync_s else limit,
+    )

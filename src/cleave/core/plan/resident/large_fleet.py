@@ -1,0 +1,249 @@
+"""A training step in columns with resident weights, for fleets of any size.
+
+The step is the plane tokens x parameters; a column of it stays where it is, and rows flow through. `cover` answers
+whether a fleet can do it in given times, `search` finds the times. A model that the fleet's memory does not hold at
+once goes in rounds, each a run of sublayers whose weights travel for forward and again for backward. What comes out is
+a frozen plan with its reasons; `plane` draws it, `step` weighs it against all other ways.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from cleave.core.cost.gemm import Server, WireFormat
+from cleave.core.cost.resident import Stack, lean_terms, stack, sublayers_of
+from cleave.core.fleet.profiles import Ints, Profiles
+from cleave.core.model.shapes import ModelShape
+from cleave.core.plan.resident.cover import Cover, Recipe, Run
+from cleave.core.plan.resident.search import Found, Search, area_bound_s
+from cleave.core.plan.resident.stages import ColumnLimit, Share, Stage
+from cleave.errors import InfeasibleError
+
+_ROUNDS = (1, 2, 4, 8)
+_PLENTY = 1.3  # memory for this many models: rounds are not worth a try
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """Sublayers whose weights are on devices at the same time."""
+
+    stages: tuple[Stage, ...]
+    recipe: Recipe
+    activation_s: float
+    synchronisation_s: float
+    fill_s: float
+    down_bytes: float
+    up_bytes: float
+    limit: ColumnLimit
+    """what its devices spend most of their time on, or the server if its links are the last to finish"""
+
+    @property
+    def step_s(self) -> float:
+        return self.activation_s + self.synchronisation_s + self.fill_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResidentPlan:
+    shape: ModelShape
+    tokens: int
+    sequence: int
+    wire: WireFormat
+    names: tuple[str, ...]
+    rounds: tuple[Round, ...]
+    bound_s: float
+    """every device one rectangle of tokens x parameters of any size, no fill: no columns can be faster"""
+    left_out: dict[str, str]
+    """device -> reason"""
+
+    @property
+    def task(self) -> tuple[ModelShape, int, int, WireFormat]:
+        return self.shape, self.tokens, self.sequence, self.wire
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return tuple(stage for part in self.rounds for stage in part.stages)
+
+    @property
+    def limit(self) -> ColumnLimit:
+        return max(self.rounds, key=lambda part: part.step_s).limit
+
+    @property
+    def step_s(self) -> float:
+        return sum(part.step_s for part in self.rounds)
+
+    @property
+    def activation_s(self) -> float:
+        return sum(part.activation_s for part in self.rounds)
+
+    @property
+    def synchronisation_s(self) -> float:
+        return sum(part.synchronisation_s for part in self.rounds)
+
+    @property
+    def fill_s(self) -> float:
+        return sum(part.fill_s for part in self.rounds)
+
+    @property
+    def down_bytes(self) -> float:
+        return sum(part.down_bytes for part in self.rounds)
+
+    @property
+    def up_bytes(self) -> float:
+        return sum(part.up_bytes for part in self.rounds)
+
+
+def plan_resident(
+    profiles: Profiles,
+    shape: ModelShape,
+    tokens: int,
+    *,
+    sequence: int,
+    wire: WireFormat = "bf16",
+    server: Server | None = None,
+    previous: ResidentPlan | None = None,
+) -> ResidentPlan:
+    """The fastest columns found; with a `previous` plan only its rounds and its recipe are tried, which is quick."""
+    server = server or Server()
+    if previous is not None and previous.task != (shape, tokens, sequence, wire):
+        previous = None
+    # in an order of its own, so that not even rounding depends on how the fleet is listed
+    order = np.lexsort(
+        (
+            profiles.latency_s,
+            profiles.memory_bytes,
+            profiles.flops_per_s,
+            profiles.down_bytes_per_s,
+            profiles.up_bytes_per_s,
+        )
+    )
+    given, profiles = profiles, profiles.take(order)
+    whole = stack(sublayers_of(shape), hidden=shape.hidden, sequence=sequence, terms=lean_terms(wire))
+    found: list[tuple[_Part, ...]] = []
+    for rounds in [len(previous.rounds)] if previous else _rounds(profiles, whole):
+        parts = _in_rounds(profiles, whole, tokens, server, rounds, previous)
+        if parts is not None:
+            found.append(parts)
+    if not found:
+        if previous is not None:
+            return plan_resident(given, shape, tokens, sequence=sequence, wire=wire, server=server)
+        raise InfeasibleError(_why_not(profiles, whole))
+    best = min(found, key=lambda parts: sum(part.cover.seconds for part in parts))
+    bound_s = area_bound_s(profiles, whole, tokens, is_held=len(best) == 1)
+    return ResidentPlan(
+        shape=shape,
+        tokens=tokens,
+        sequence=sequence,
+        wire=wire,
+        names=given.names,
+        rounds=tuple(_described(part, sequence, order) for part in best),
+        bound_s=bound_s,
+        left_out=_left_out(profiles, best),
+    )
+
+
+class _Part(NamedTuple):
+    """A round found."""
+
+    first: int
+    """sublayer of the whole stack at which it begins"""
+    recipe: Recipe
+    cover: Cover
+
+
+def _rounds(profiles: Profiles, whole: Stack) -> list[int]:
+    """As few as memory allows and a few more; one where there is plenty."""
+    terms = whole.terms
+    models = float(profiles.memory_bytes.sum() / ((terms.resident_bytes + terms.accumulator_bytes) * whole.sums[0, -1]))
+    if models > _PLENTY:
+        return [1]
+    layers = len(whole) // 2
+    return [rounds for rounds in sorted({*_ROUNDS, layers}) if rounds <= layers and rounds * models >= 1]
+
+
+def _in_rounds(
+    profiles: Profiles, whole: Stack, tokens: int, server: Server, rounds: int, previous: ResidentPlan | None
+) -> tuple[_Part, ...] | None:
+    """Every round of the stack planned; equal ones once."""
+    layers = len(whole) // 2
+    cuts = [2 * (number * layers // rounds) for number in range(rounds)] + [len(whole)]
+    plans: dict[tuple[object, ...], Found | None] = {}
+    found: list[_Part] = []
+    for number, (first, until) in enumerate(pairwise(cuts)):
+        sublayers = whole.sublayers[first:until]
+        if sublayers not in plans:
+            part = stack(sublayers, hidden=whole.hidden, sequence=whole.sequence, terms=whole.terms)
+            search = Search(profiles, part, tokens, server, is_held=rounds == 1)
+            before = previous.rounds[number] if previous else None
+            plans[sublayers] = (
+                search.repeated(before.recipe, before.stages, previous.names) if previous and before else search.best()
+            )
+        plan = plans[sublayers]
+        if plan is None:
+            return None
+        found.append(_Part(first, plan.recipe, plan.cover))
+    return tuple(found)
+
+
+# ------------------------------------------------------------------------------------------------------ telling
+
+
+def _described(found: _Part, sequence: int, order: Ints) -> Round:
+    return Round(
+        stages=tuple(_stage(run, found.first, sequence, order) for run in found.cover.runs),
+        recipe=found.recipe,
+        activation_s=found.cover.activation_s,
+        synchronisation_s=found.cover.synchronisation_s,
+        fill_s=found.cover.fill_s,
+        down_bytes=found.cover.down_bytes,
+        up_bytes=found.cover.up_bytes,
+        limit=found.cover.limit,
+    )
+
+
+def _stage(run: Run, offset: int, sequence: int, order: Ints) -> Stage:
+    return Stage(
+        first=run.first + offset,
+        count=run.count,
+        slices=tuple(
+            tuple(
+                Share(device, rows)
+                for device, rows in zip(order[c.devices].tolist(), (c.rows / sequence).tolist(), strict=True)
+            )
+            for c in run.columns
+        ),
+    )
+
+
+def _left_out(profiles: Profiles, parts: tuple[_Part, ...]) -> dict[str, str]:
+    used = np.zeros(len(profiles), dtype=np.bool_)
+    for part in parts:
+        for run in part.cover.runs:
+            for column in run.columns:
+                used[column.devices] = True
+    cramped = profiles.memory_bytes < profiles.memory_bytes[used].min()
+    slow = profiles.up_bytes_per_s < profiles.up_bytes_per_s[used].min()
+    reasons: dict[str, str] = {}
+    for device in np.flatnonzero(~used).tolist():
+        reasons[profiles.names[device]] = (
+            "memory: too small for a column that its links could serve"
+            if cramped[device]
+            else "uplink: no column's weights and rows would be through in time"
+            if slow[device]
+            else "speed: the columns are full with devices that can take more rows x weights"
+        )
+    return reasons
+
+
+def _why_not(profiles: Profiles, whole: Stack) -> str:
+    terms = whole.terms
+    needed = (terms.resident_bytes + terms.accumulator_bytes) * max(sublayer.params for sublayer in whole.sublayers)
+    memory = profiles.memory_bytes
+    return (
+        f"no columns fit: the largest sublayer takes {needed / 1e9:.3g} GB, or a fraction of it in slices, and "
+        f"{len(profiles)} devices offer {memory.sum() / 1e9:.3g} GB, the largest {memory.max() / 1e9:.3g} GB; add "
+        "devices or memory, or use --grain gemm"
+    )

@@ -1,0 +1,192 @@
+"""The search for a good cover: times bisected, and everything else of a recipe tried one after another.
+
+How much of the step goes to synchronisation, how long columns are, how many devices take part, the chunk, what late
+columns may take longer: each is varied around the best recipe so far, from a usual start. A candidate that cannot beat
+the best costs one pass. `resident` calls it for each round of a step; the fluid bound it starts from is here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from cleave.core.cost.gemm import Server
+from cleave.core.cost.resident import Stack
+from cleave.core.fleet.profiles import Profiles
+from cleave.core.plan.resident.cover import Column, Cover, Recipe, Run, Table, cover, make_table, weigh
+from cleave.core.plan.resident.stages import Stage
+
+CHUNKS = (16, 32, 64, 128, 256, 512, 1024)
+
+_USUAL_CHUNK = 64
+_COARSE, _FINE = 1.03, 1.006
+_MOST_SECONDS = 1e8
+_FEW = 256  # devices: one more or less matters
+_SPLITS = np.linspace(0.02, 0.9, 45)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    recipe: Recipe
+    cover: Cover
+
+
+def area_bound_s(profiles: Profiles, of: Stack, tokens: int, *, is_held: bool, tolerance: float = 1e-3) -> float:
+    """The least time in which devices with one rectangle r x w each could tile the plane, whatever its borders.
+
+    A rectangle takes 2 h r numbers each way and w of them for weights, in separate parts of the time. The head's rows
+    cost less, so it is left out of the area; memory counts only where weights are held (`is_held`).
+    """
+    terms = of.terms
+    head = sum(sublayer.params for sublayer in of.sublayers if sublayer.kind == "head")
+    params = float(of.sums[0, -1]) - head
+    area = tokens * params
+    row_s = 2 * of.hidden * terms.activation_bytes / np.minimum(profiles.down_bytes_per_s, profiles.up_bytes_per_s)
+    sync_s = np.maximum(terms.gradient_bytes / profiles.up_bytes_per_s, terms.weight_bytes / profiles.down_bytes_per_s)
+    held = profiles.memory_bytes / (terms.resident_bytes + terms.accumulator_bytes) if is_held else np.inf
+    most = np.minimum(held, params)
+
+    def reached(seconds: float) -> float:
+        flowing = seconds * (1 - _SPLITS[:, None])
+        # the next split's synchronisation, so that no split between two is missed
+        weights = np.minimum(seconds * np.append(_SPLITS[1:], 1.0)[:, None] / sync_s, most)
+        rows = np.minimum(flowing / row_s, tokens)
+        return float(np.minimum(rows * weights, flowing * profiles.flops_per_s / 8).max(axis=0).sum())
+
+    low, high = 1e-6, _MOST_SECONDS
+    while high / low > 1 + tolerance:
+        middle = float(np.sqrt(low * high))
+        low, high = (low, middle) if reached(middle) >= area else (middle, high)
+    return low
+
+
+class Search:
+    """The best cover so far, and the tables it was looked for in."""
+
+    def __init__(self, profiles: Profiles, part: Stack, tokens: int, server: Server, *, is_held: bool) -> None:
+        self._profiles = profiles
+        self._part = part
+        self._tokens = tokens
+        self._server = server
+        self._is_held = is_held
+        self._tables: dict[int, Table] = {}
+        self._best: Found | None = None
+        self._start_s = area_bound_s(profiles, part, tokens, is_held=is_held)
+
+    def repeated(self, recipe: Recipe, stages: tuple[Stage, ...], names: tuple[str, ...]) -> Found | None:
+        """With a recipe used before; the stages it gave then, as they stand, if none are faster."""
+        self._bisect(recipe, _FINE)
+        runs = self._standing(recipe.chunk, stages, names)
+        if runs is not None:
+            self._remember(recipe, runs)
+        return self._best
+
+    def _standing(self, chunk: int, stages: tuple[Stage, ...], names: tuple[str, ...]) -> tuple[Run, ...] | None:
+        """The same columns on today's fleet, if all of their devices (numbers in `names`) are there and hold them."""
+        places = {name: number for number, name in enumerate(self._profiles.names)}
+        table = self._table(chunk)
+        first = stages[0].first
+        runs: list[Run] = []
+        for stage in stages:
+            if not all(names[device] in places for device in stage.devices):
+                return None
+            kind = table.kind(stage.first - first, stage.count, len(stage.slices))
+            columns = tuple(
+                Column(
+                    np.array([places[names[share.device]] for share in column]),
+                    np.array([share.sequences for share in column]) * self._part.sequence,
+                )
+                for column in stage.slices
+            )
+            if not all(table.fits[kind, column.devices].all() for column in columns):
+                return None
+            runs.append(Run(first=stage.first - first, count=stage.count, kind=kind, columns=columns))
+        return tuple(runs)
+
+    def best(self) -> Found | None:
+        """A coarse look at columns of every length, then one quantity after another around the best."""
+        length = len(self._part)
+        for least in (0, 1, 2, 4, 8, length):
+            for selected in (1.0, 0.25) if len(self._profiles) >= 1024 else (1.0, 0.5):
+                self._try(Recipe(least_count=least, selected=selected, chunk=self._usual_chunk), _COARSE)
+                if self._best is None:  # what all devices and slices cannot hold, nothing else can
+                    return None
+        for tolerance in (_COARSE, _FINE):
+            for recipe in self._around():
+                self._try(recipe, tolerance)
+        if self._best is not None:
+            self._bisect(self._best.recipe, _FINE)
+        return self._best
+
+    @property
+    def _usual_chunk(self) -> int:
+        return min(_USUAL_CHUNK, self._part.sequence)
+
+    def _around(self) -> Iterator[Recipe]:
+        """Changes of the best recipe, which may be another each time."""
+
+        def best() -> Recipe | None:
+            return self._best.recipe if self._best else None
+
+        for factor in (0.3, 0.6, 0.8, 0.9, 1.1, 1.2, 1.5):
+            if recipe := best():
+                yield replace(recipe, sync_share=min(recipe.sync_share * factor, 0.9))
+        for chunk in CHUNKS:
+            if (recipe := best()) and chunk <= self._part.sequence:
+                yield replace(recipe, chunk=chunk)
+        for factor in (0.25, 0.5, 0.75, 0.9, 1.3, 2.0, 4.0):
+            if (recipe := best()) and recipe.selected * factor <= 1:
+                yield replace(recipe, selected=recipe.selected * factor)
+        for fewer in (1, 2, 3) if len(self._profiles) <= _FEW else ():
+            if (recipe := best()) and (selected := recipe.selected - fewer / len(self._profiles)) > 0:
+                yield replace(recipe, selected=selected)
+        for share in (0.0, 0.3, 0.6, 0.9):
+            if (recipe := best()) and self._best:
+                yield replace(recipe, slack_s=share * self._best.cover.fill_s)
+                yield replace(
+                    recipe, slack_s=share * self._best.cover.fill_s, sync_share=max(recipe.sync_share - 0.06, 0.02)
+                )
+        if recipe := best():
+            yield replace(recipe, order="weights" if recipe.order == "work" else "work")
+
+    def _try(self, recipe: Recipe, tolerance: float) -> None:
+        """Search that recipe's times only if it can do better than the best: one pass tells."""
+        if self._best is None:
+            self._bisect(recipe, tolerance)
+            return
+        same = (recipe.chunk, recipe.least_count) == (self._best.recipe.chunk, self._best.recipe.least_count)
+        hoped_s = self._best.cover.seconds - (0.8 * self._best.cover.fill_s if same else 0.0)
+        if self._attempt(recipe, hoped_s / tolerance):
+            self._bisect(recipe, tolerance, hoped_s / tolerance)
+
+    def _bisect(self, recipe: Recipe, tolerance: float, high_s: float | None = None) -> None:
+        low_s = self._start_s * 0.5
+        if high_s is None:
+            high_s = self._best.cover.seconds if self._best else self._start_s * 1.5
+            if not self._attempt(recipe, max(high_s, _MOST_SECONDS)):
+                return
+            while not self._attempt(recipe, high_s):
+                low_s, high_s = high_s, high_s * 1.5
+        low_s = min(low_s, high_s)
+        while high_s / low_s > tolerance:
+            middle_s = max(float(np.sqrt(low_s * high_s)), high_s * 0.85)
+            low_s, high_s = (low_s, middle_s) if self._attempt(recipe, middle_s) else (middle_s, high_s)
+
+    def _attempt(self, recipe: Recipe, seconds: float) -> bool:
+        """Whether there is such a cover; it is remembered if it is the best."""
+        runs = cover(self._table(recipe.chunk), recipe, seconds)
+        if runs is not None:
+            self._remember(recipe, runs)
+        return runs is not None
+
+    def _remember(self, recipe: Recipe, runs: tuple[Run, ...]) -> None:
+        found = weigh(self._table(recipe.chunk), runs, self._server)
+        if self._best is None or found.seconds < self._best.cover.seconds:
+            self._best = Found(recipe=recipe, cover=found)
+
+    def _table(self, chunk: int) -> Table:
+        if chunk not in self._tables:
+            self._tables[chunk] = make_table(self._profiles, self._part, self._tokens, chunk, is_held=self._is_held)
+        return self._tables[chunk]

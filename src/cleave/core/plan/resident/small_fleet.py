@@ -1,0 +1,236 @@
+"""Columns for the few devices of a live server: who holds which sublayers, searched nearly exhaustively.
+
+Devices are put into a few natural orders; along each, a dynamic programme finds for every number of stages and every
+number of devices the cut of the sublayers whose busiest column is through first. Each such arrangement is then judged
+whole (fill, server, medium), so that data parallel, a pipeline, slices and all between compete on equal terms. Whoever
+holds something keeps it unless another arrangement is clearly faster. Knows neither shapes nor sockets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import inf
+
+import numpy as np
+
+from cleave.core.cost.gemm import Server, WireFormat
+from cleave.core.cost.resident import Sublayer, live_terms, stack, units
+from cleave.core.fleet.profiles import Bools, Floats, Ints, Profiles
+from cleave.core.plan.resident.search import Search
+from cleave.core.plan.resident.stages import ColumnPlan, Setting, Share, Stage, judge, paces, share_rows
+from cleave.errors import InfeasibleError, InputError
+
+CHUNKS = (16, 32, 64, 128, 256)
+
+_WORTH_MOVING = 0.7  # another arrangement must be this much faster: rates waver, and weights would have to travel
+_STEPS_PER_E = 4  # rates within about a quarter count as equal when devices are put in order
+_FINALISTS = 3
+_FEW = 5
+_MANY = 24  # from here on the dynamic programme would take seconds
+_USUAL_CHUNK = 64
+
+
+def plan_columns(
+    profiles: Profiles,
+    sublayers: Sequence[Sublayer],
+    *,
+    hidden: int,
+    sequences: int,
+    sequence: int,
+    wire: WireFormat,
+    server: Server | None = None,
+    medium_bytes_per_s: float = inf,
+    cores: float = inf,
+    chunks: Sequence[int] = CHUNKS,
+    previous: ColumnPlan | None = None,
+) -> ColumnPlan:
+    """The fastest arrangement found; `previous`, if it still fits, unless that one takes 30 % less.
+
+    `medium_bytes_per_s` is one medium shared by everything down and up, such as a Wi-Fi; `cores` how many devices can
+    compute at once, if they are on one machine. Devices are numbered as in `profiles`; each is in one column at most,
+    and one that would only slow the step down in none.
+    """
+    if not sublayers or min(hidden, sequences, sequence, *chunks) < 1:
+        raise InputError(
+            f"expected sublayers, hidden numbers, sequences and chunks from 1 up, got {len(sublayers)} sublayers, "
+            f"hidden {hidden}, {sequences} sequences of {sequence}, chunks {tuple(chunks)}; give a model and a batch"
+        )
+    setting = Setting(
+        stack=stack(sublayers, hidden=hidden, sequence=sequence, terms=live_terms(wire)),
+        sequences=sequences,
+        profiles=profiles,
+        server=server or Server(),
+        medium_bytes_per_s=medium_bytes_per_s,
+        cores=cores,
+    )
+    sizes = sorted({min(chunk, sequence) for chunk in chunks})
+    standing = _again(setting, previous)
+    best = _best(setting, sizes)
+    if best is None:
+        raise InfeasibleError(_why_not(setting, sizes[0]))
+    if standing is not None and best.step_s > standing.step_s * _WORTH_MOVING:
+        return standing
+    return best
+
+
+def _again(setting: Setting, previous: ColumnPlan | None) -> ColumnPlan | None:
+    if previous is None or any(d >= len(setting.profiles) for stage in previous.stages for d in stage.devices):
+        return None
+    if sum(stage.count for stage in previous.stages) != len(setting.stack):
+        return None
+    return judge(setting, previous.stages, min(previous.chunk, setting.stack.sequence))
+
+
+def _best(setting: Setting, chunks: Sequence[int]) -> ColumnPlan | None:
+    if len(setting.profiles) > _MANY:
+        return _best_of_many(setting, chunks)
+    usual = min(chunks, key=lambda chunk: abs(chunk - _USUAL_CHUNK))
+    for chunk in dict.fromkeys((usual, chunks[0])):
+        found: list[ColumnPlan] = []
+        for order in _orders(setting.profiles):
+            for bound_s, stages in _arrangements(setting, order, chunk):
+                if len(found) >= _FINALISTS and bound_s >= found[_FINALISTS - 1].step_s:
+                    break
+                plan = judge(setting, stages(), chunk)
+                if plan is not None:
+                    found.append(plan)
+                    found.sort(key=lambda plan: plan.step_s)
+        if found:
+            plans = (judge(setting, plan.stages, size) for plan in found[:_FINALISTS] for size in chunks)
+            return min((plan for plan in plans if plan is not None), key=lambda plan: plan.step_s)
+    return None
+
+
+def _best_of_many(setting: Setting, chunks: Sequence[int]) -> ColumnPlan | None:
+    """As `resident` does, with the terms of live devices; the medium counts only once columns are found."""
+    search = Search(setting.profiles, setting.stack, setting.rows, setting.server, is_held=True)
+    found = search.best()
+    if found is None:
+        return None
+    stages = [
+        Stage(
+            first=run.first,
+            count=run.count,
+            slices=tuple(tuple(Share(device, 1.0) for device in column.devices.tolist()) for column in run.columns),
+        )
+        for run in found.cover.runs
+    ]
+    plans = (judge(setting, stages, chunk) for chunk in chunks)
+    return min((plan for plan in plans if plan is not None), key=lambda plan: plan.step_s, default=None)
+
+
+def _orders(profiles: Profiles) -> list[Ints]:
+    """Strongest first: by compute x uplink, by memory, few devices by each rate too; near-equals keep their place."""
+    worth, memory = profiles.flops_per_s * profiles.up_bytes_per_s, profiles.memory_bytes
+    keys = [worth, memory, profiles.flops_per_s, profiles.up_bytes_per_s]
+    orders = [
+        np.argsort(-np.round(np.log(key) * _STEPS_PER_E), kind="stable")
+        for key in (keys if len(profiles) <= _FEW else keys[:2])
+    ]
+    return [np.array(order) for order in dict.fromkeys(tuple(order.tolist()) for order in orders)]
+
+
+def _arrangements(setting: Setting, order: Ints, chunk: int) -> list[tuple[float, Callable[[], list[Stage]]]]:
+    """By the busiest column's seconds: the best cut for every number of stages and of devices, strongest first or last.
+
+    f[g, i, p] = min over j, q of max(f[g-1, j, q], seconds of devices j..i with sublayers q..p); to have the strongest
+    last, the same from the last sublayer to the first.
+    """
+    seconds, slices = _column_seconds(setting, order, chunk)
+    found: list[tuple[float, Callable[[], list[Stage]]]] = []
+    for is_reversed in (False, True):
+        table = seconds[:, :, ::-1, ::-1].swapaxes(2, 3) if is_reversed else seconds
+        choices: list[Ints] = []
+        reached = np.full((len(order) + 1, table.shape[-1]), inf)
+        reached[0, 0] = 0.0
+        for count in range(1, min(len(order), len(setting.stack)) + 1):
+            reached, choice = _one_more_stage(reached, table, count)
+            choices.append(choice)
+            for last in np.flatnonzero(np.isfinite(reached[:, -1])).tolist():
+                trace = partial(_traced, order, tuple(choices), slices, last, is_reversed)
+                found.append((float(reached[last, -1]), trace))
+    return sorted(found, key=lambda pair: pair[0])
+
+
+def _one_more_stage(reached: Floats, seconds: Floats, count: int) -> tuple[Floats, Ints]:
+    cuts = reached.shape[1]
+    then, choice = np.full_like(reached, inf), np.zeros(reached.shape, dtype=np.int64)
+    for last in range(count, len(reached)):
+        # whoever went before needed at least one device and one sublayer a stage
+        worst = np.maximum(reached[count - 1 : last, :, None], seconds[count - 1 : last, last - 1]).reshape(-1, cuts)
+        picked = worst.argmin(axis=0)
+        then[last] = worst[picked, np.arange(cuts)]
+        choice[last] = picked + (count - 1) * cuts
+    return then, choice
+
+
+def _traced(order: Ints, choices: tuple[Ints, ...], slices: Ints, last: int, is_reversed: bool) -> list[Stage]:
+    stages: list[Stage] = []
+    length = slices.shape[-1]
+    until = length
+    for choice in reversed(choices):
+        before, since = divmod(int(choice[last, until]), length + 1)
+        first, count = length - until if is_reversed else since, until - since
+        parts = int(slices[before, last - 1, first]) if count == 1 else 1
+        members = order[before:last].tolist()
+        columns = tuple(tuple(Share(device, 1.0) for device in members[part::parts]) for part in range(parts))
+        stages.append(Stage(first=first, count=count, slices=columns))
+        last, until = before, since
+    return stages if is_reversed else stages[::-1]
+
+
+def _column_seconds(setting: Setting, order: Ints, chunk: int) -> tuple[Floats, Ints]:
+    """[j, i, q, p]: until devices order[j..i] are through sublayers q..p; [j, i, q]: slices of one sublayer then."""
+    devices, length = len(order), len(setting.stack)
+    j, i = np.triu_indices(devices)
+    place = np.argsort(order)
+    members = (place >= j[:, None]) & (place <= i[:, None])
+    first, last = np.triu_indices(length)
+    runs, kind = setting.stack.kinds(first, last - first + 1)
+    ends = _seconds(setting, first[runs], last[runs] - first[runs] + 1, np.ones(len(j), dtype=np.int64), members, chunk)
+    seconds = np.full((devices, devices, length + 1, length + 1), inf)
+    seconds[j[:, None], i[:, None], first, last + 1] = ends[:, kind]
+    slices = np.ones((devices, devices, length), dtype=np.int64)
+    group, parts = np.nonzero((i - j + 1)[:, None] % np.arange(1, devices + 1) == 0)
+    group, parts = group[parts > 0], parts[parts > 0] + 1
+    if len(group) == 0:
+        return seconds, slices
+    begins = np.cumsum(parts) - parts
+    part = np.arange(int(parts.sum())) - np.repeat(begins, parts)
+    group_of, parts_of = np.repeat(group, parts), np.repeat(parts, parts)
+    dealt = members[group_of] & ((place - j[group_of, None]) % parts_of[:, None] == part[:, None])
+    single = np.arange(length)
+    runs, kind = setting.stack.kinds(single, np.ones_like(single))
+    ends = _seconds(setting, runs, np.ones_like(runs), parts_of, dealt, chunk)
+    slowest = np.maximum.reduceat(ends, begins, axis=0)[:, kind]
+    allowed = np.array([[sublayer.allows(c) for sublayer in setting.stack.sublayers] for c in range(devices + 1)])
+    for number, (before, until) in enumerate(zip(j[group].tolist(), i[group].tolist(), strict=True)):
+        whole = seconds[before, until, single, single + 1]
+        better = single[(slowest[number] < whole) & allowed[parts[number]]]
+        seconds[before, until, better, better + 1] = slowest[number, better]
+        slices[before, until, better] = parts[number]
+    return seconds, slices
+
+
+def _seconds(setting: Setting, first: Ints, count: Ints, slices: Ints, members: Bools, chunk: int) -> Floats:
+    """[column, run]: until the members of each column, one of so many slices, are through each run of sublayers."""
+    columns, runs = len(members), len(first)
+    of = units(setting.stack, np.tile(first, columns), np.tile(count, columns), np.repeat(slices, runs), chunk=chunk)
+    pace = paces(setting, of, np.repeat(members, runs, axis=0), chunk)
+    ends, _ = share_rows(pace, setting.sequences, setting.stack.sequence, of.takes_sequences)
+    return ends.reshape(columns, runs)
+
+
+def _why_not(setting: Setting, chunk: int) -> str:
+    one = np.arange(len(setting.stack))
+    parts = np.minimum([s.slices for s in setting.stack.sublayers], len(setting.profiles))
+    least = units(setting.stack, one, np.ones_like(one), np.maximum(parts, 1), chunk=chunk).memory_bytes
+    whole = units(setting.stack, *(np.array([x]) for x in (0, len(one), 1)), chunk=chunk).memory_bytes[0]
+    memory = setting.profiles.memory_bytes
+    return (
+        f"no columns fit: the model takes {whole / 1e9:.3g} GB on devices and its largest sublayer "
+        f"{least.max() / 1e9:.3g} GB on each even when sliced, but {len(memory)} devices offer "
+        f"{memory.sum() / 1e9:.3g} GB, the largest {memory.max() / 1e9:.3g} GB; add devices "
+        "or memory, or train fewer of the weights"
+    )

@@ -1,0 +1,219 @@
+"""Columns with resident weights: what a plan of them says, and what it costs on given devices.
+
+A stage is a run of sublayers, or one sublayer in slices; each of its columns is held by one or more devices that share
+the rows. Chunks of tokens flow through the stages one after another, so a step takes as long as the busiest device (or
+the server's links, or a medium that all share) plus the time the first chunk needs to get through and back: the fill.
+Knows how to judge an arrangement, not how to find one: that is `live_columns` for few devices, `resident` for many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from cleave.core.cost.gemm import Server
+from cleave.core.cost.resident import Stack, Terms, Units, units
+from cleave.core.fleet.profiles import Bools, Floats, Profiles
+
+ColumnLimit = Literal["down", "compute", "up", "latency", "server", "medium", "memory"]
+
+_FAST_FLOPS_PER_S = 1.3e12
+_READ_BYTES_PER_S = 20e9
+"""How fast a device reads its weights; twice that from `_FAST_FLOPS_PER_S` on."""
+_NEVER_S = 1e30
+
+
+class Share(NamedTuple):
+    device: int
+    sequences: float
+    """how many of the step's sequences it should take: its relative speed in its column"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    first: int
+    """sublayer"""
+    count: int
+    slices: tuple[tuple[Share, ...], ...]
+    """one column each; every one of them sees every row"""
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        return tuple(share.device for column in self.slices for share in column)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ColumnPlan:
+    stages: tuple[Stage, ...]
+    chunk: int
+    """tokens that travel together"""
+    step_s: float
+    busiest_s: float
+    """of the step: until the last device, or the server, or the medium, is through"""
+    fill_s: float
+    """of the step: one chunk forward through all stages and back"""
+    down_bytes: float
+    """through the server in a step"""
+    up_bytes: float
+    limit: ColumnLimit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Setting:
+    """What an arrangement is judged on."""
+
+    stack: Stack
+    sequences: int
+    profiles: Profiles
+    server: Server
+    medium_bytes_per_s: float
+    cores: float = np.inf
+    """how many devices can compute at once: those on one machine share its cores"""
+
+    @property
+    def rows(self) -> int:
+        return self.sequences * self.stack.sequence
+
+
+class Paces(NamedTuple):
+    """Seconds of devices (second axis) in columns (first axis)."""
+
+    row_s: Floats
+    """for each row"""
+    fixed_s: Floats
+    """weights down and gradients up, however many rows"""
+    able: Bools
+    """members whose memory holds the column"""
+    kept: Floats
+    """rows whose x stays there for backward"""
+
+
+def effective_flops_per_s(flops_per_s: Floats, chunk: int, terms: Terms) -> Floats:
+    """Each chunk reads the weights once, which costs the more the smaller the chunk."""
+    if terms.thin_rows:
+        return flops_per_s / (1 + terms.thin_rows / chunk)
+    read_s = terms.resident_bytes / np.where(flops_per_s > _FAST_FLOPS_PER_S, 2 * _READ_BYTES_PER_S, _READ_BYTES_PER_S)
+    return 1 / (1 / flops_per_s + read_s / (2 * chunk))
+
+
+def paces(setting: Setting, of: Units, members: Bools, chunk: int) -> Paces:
+    """How fast each device would go through each column; `members` has a row per column, an entry per device."""
+    profiles = setting.profiles
+    down, up = profiles.down_bytes_per_s, profiles.up_bytes_per_s
+    flops = effective_flops_per_s(profiles.flops_per_s, chunk, setting.stack.terms)
+    free = profiles.memory_bytes - of.memory_bytes[:, None]
+    able = members & (free >= 0)
+    kept = np.maximum(free, 0.0) / of.kept_bytes_per_row[:, None]
+    rows = setting.rows / np.maximum(able.sum(axis=1), 1)
+    again = np.clip(1 - kept / rows[:, None], 0.0, 1.0) * of.again_bytes_per_row[:, None]
+    row_s = np.maximum((of.down_bytes_per_row[:, None] + again) / down, of.up_bytes_per_row[:, None] / up)
+    return Paces(
+        row_s=np.maximum(row_s, of.flops_per_row[:, None] / flops),
+        fixed_s=of.sync_down_bytes[:, None] / down + of.sync_up_bytes[:, None] / up,
+        able=able,
+        kept=kept,
+    )
+
+
+def share_rows(pace: Paces, sequences: int, sequence: int, whole: Bools) -> tuple[Floats, Floats]:
+    """(seconds until each column is through, rows of each device); infinite where no member can hold it.
+
+    All with rows end together: sum (T - fixed) / row_s = rows, and who would have less than none gets none. Where rows
+    come as whole sequences (`whole`, an entry per column), the fractions go, one each, to whoever would end first.
+    """
+    rate = np.where(pace.able, 1 / pace.row_s, 0.0)
+    fixed = np.where(pace.able, pace.fixed_s, _NEVER_S)
+    order = np.argsort(fixed, axis=1, kind="stable")
+    rates = np.take_along_axis(rate, order, axis=1)
+    speed = np.maximum(np.cumsum(rates, axis=1), 1 / _NEVER_S)
+    filled = np.cumsum(rates * np.take_along_axis(fixed, order, axis=1), axis=1)
+    end = ((sequences * sequence + filled) / speed).min(axis=1)
+    rows = rate * np.maximum(end[:, None] - fixed, 0.0)
+    if whole.any():
+        pieces = np.floor(rows[whole] / sequence * (1 + 1e-9))
+        sequence_s = sequence * pace.row_s[whole]
+        one_more = np.where(pace.able[whole], fixed[whole] + (pieces + 1) * sequence_s, _NEVER_S)
+        rank = np.argsort(np.argsort(one_more, axis=1, kind="stable"), axis=1, kind="stable")
+        left = np.where(end[whole] < _NEVER_S / 2, sequences - pieces.sum(axis=1), 0)
+        pieces += rank < left[:, None]
+        rows[whole] = pieces * sequence
+        end[whole] = np.maximum(end[whole], np.where(pieces > 0, fixed[whole] + pieces * sequence_s, 0.0).max(axis=1))
+    return np.where(pace.able.any(axis=1), end, np.inf), rows
+
+
+def judge(setting: Setting, stages: Sequence[Stage], chunk: int) -> ColumnPlan | None:
+    """The plan these stages make, with rows shared anew; None where memory does not hold it."""
+    profiles, stack = setting.profiles, setting.stack
+    columns = [(stage, column) for stage in stages for column in stage.slices]
+    members = np.zeros((len(columns), len(profiles)), dtype=np.bool_)
+    for number, (_, column) in enumerate(columns):
+        members[number, [share.device for share in column]] = True
+    runs = np.array([(stage.first, stage.count, len(stage.slices)) for stage, _ in columns])
+    of = units(stack, runs[:, 0], runs[:, 1], runs[:, 2], chunk=chunk)
+    pace = paces(setting, of, members, chunk)
+    ends, rows = share_rows(pace, setting.sequences, stack.sequence, of.takes_sequences)
+    if not np.isfinite(ends).all():
+        return None
+    flops = effective_flops_per_s(profiles.flops_per_s, chunk, stack.terms)
+    again = np.maximum(rows - pace.kept, 0.0) * of.again_bytes_per_row[:, None]
+    down = of.down_bytes_per_row[:, None] * rows + again + np.where(rows > 0, of.sync_down_bytes[:, None], 0.0)
+    up = of.up_bytes_per_row[:, None] * rows + np.where(rows > 0, of.sync_up_bytes[:, None], 0.0)
+    down_bytes, up_bytes = float(down.sum()), float(up.sum())
+
+    part = rows / setting.rows
+    medium = setting.medium_bytes_per_s
+    row_bytes = stack.hidden * stack.terms.activation_bytes
+    link_s = 1 / np.minimum(profiles.down_bytes_per_s, medium) + 1 / np.minimum(profiles.up_bytes_per_s, medium)
+    latency_s = 2 * part @ profiles.latency_s
+    hop_s = latency_s + chunk * (part @ (2 * row_bytes * link_s) + of.flops_per_row * (part @ (1 / flops)))
+    busiest = int(ends.argmax())
+    # the busiest column's share of the first chunk is part of its work already
+    counted_s = chunk * float(part[busiest] @ pace.row_s[busiest])
+    begins = np.concatenate([[0], np.cumsum([len(stage.slices) for stage in stages])[:-1]])
+    fill_s = float(np.maximum.reduceat(hop_s, begins).sum()) - counted_s
+
+    parts_s: dict[ColumnLimit, float] = {
+        "down": float((down[busiest] / profiles.down_bytes_per_s).sum()),
+        "up": float((up[busiest] / profiles.up_bytes_per_s).sum()),
+        "compute": float((of.flops_per_row[busiest] * rows[busiest] / flops).sum()),
+    }
+    whole_s: dict[ColumnLimit, float] = {
+        max(parts_s, key=lambda name: parts_s[name]): float(ends[busiest]),
+        "server": max(down_bytes / setting.server.down_bytes_per_s, up_bytes / setting.server.up_bytes_per_s),
+        "medium": (down_bytes + up_bytes) / medium,
+    }
+    limit = max(whole_s, key=lambda name: whole_s[name])
+    chunks = -(-stack.sequence // chunk)
+    stage_s = np.maximum.reduceat(hop_s, begins)
+    journey_s = float(stage_s.sum() + (chunks - 1) * stage_s.max())  # of one sequence, there and back
+    free = np.maximum(profiles.memory_bytes - of.memory_bytes[:, None], 0.0)
+    more = np.floor(free / np.maximum(of.state_bytes, 1.0)[:, None])
+    at_once = float((np.minimum(1 + more, setting.sequences) * (rows > 0)).sum(axis=1).min())
+    in_turn_s = journey_s * setting.sequences / at_once
+    if in_turn_s > whole_s[limit] + fill_s:
+        limit, whole_s["memory"] = "memory", in_turn_s - fill_s
+    together_s = float((of.flops_per_row[:, None] * rows / flops).sum()) / setting.cores
+    if together_s > whole_s[limit] + fill_s:
+        limit, whole_s["compute"] = "compute", together_s - fill_s
+    waiting_s = float(np.maximum.reduceat(latency_s, begins).sum())
+    shared = iter(rows)
+    return ColumnPlan(
+        stages=tuple(
+            replace(stage, slices=tuple(_shares(next(shared), stack.sequence) for _ in stage.slices))
+            for stage in stages
+        ),
+        chunk=chunk,
+        step_s=whole_s[limit] + fill_s,
+        busiest_s=whole_s[limit],
+        fill_s=fill_s,
+        down_bytes=down_bytes,
+        up_bytes=up_bytes,
+        limit="latency" if waiting_s > whole_s[limit] else limit,
+    )
+
+
+def _shares(rows: Floats, sequence: int) -> tuple[Share, ...]:
+    return tuple(Share(device, float(rows[device]) / sequence) for device in np.flatnonzero(rows).tolist())

@@ -1,0 +1,181 @@
+"""A whole training step: gemm by gemm, or whichever way of all is fastest.
+
+`plan_step` is the step as a sequence of gemms, each cut over the whole fleet (grain "gemm"); equal shapes are planned
+once, and attention products stay on the server: their operands are small and their results large. `choose_step` weighs
+it against columns with resident weights (`resident`) and against the arrangements of other systems (`rivals`) and
+keeps the fastest, so that no single way of cutting a step beats what it returns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from cleave.core.cost.gemm import Server, WireFormat
+from cleave.core.fleet.profiles import Profiles
+from cleave.core.model.gemms import Gemm, Role, StepGemm, attention_products, step_gemms
+from cleave.core.model.shapes import ModelShape
+from cleave.core.plan.gemm.product import GemmPlan, Split, plan_gemm
+from cleave.core.plan.resident.large_fleet import ResidentPlan, plan_resident
+from cleave.core.plan.rivals import Case, Rival, all_rivals, attention_by_heads_s
+from cleave.errors import InfeasibleError
+
+Grain = Literal["gemm", "resident", "streamed"]
+COLUMNS, GROUPED = "columns", "grouped gemms"
+_GRAINS: dict[str, Grain] = {
+    COLUMNS: "resident",
+    "GPipe x data parallel": "resident",
+    "data parallel": "resident",
+    "FSDP-like": "streamed",
+}
+ROLES: tuple[Role, ...] = ("forward", "grad_input", "grad_weight")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedGemm:
+    """One kind of gemm of the step, with the plan that each of its `count` runs follows."""
+
+    what: StepGemm
+    plan: GemmPlan
+
+    @property
+    def step_s(self) -> float:
+        return self.what.count * self.plan.makespan_s
+
+    @property
+    def bound_s(self) -> float:
+        return self.what.count * self.plan.bound_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepPlan:
+    shape: ModelShape
+    tokens: int
+    sequence: int
+    wire: WireFormat
+    grain: Grain
+    segments: tuple[PlannedGemm, ...]
+    attention_flops: int
+    attention_s: float
+    """of the attention products on the server; 0 where its speed is not given"""
+
+    @property
+    def step_s(self) -> float:
+        return sum(segment.step_s for segment in self.segments) + self.attention_s
+
+    @property
+    def bound_s(self) -> float:
+        return sum(segment.bound_s for segment in self.segments) + self.attention_s
+
+    def role_s(self, role: Role) -> float:
+        return sum(segment.step_s for segment in self.segments if segment.what.role == role)
+
+
+def plan_step(
+    profiles: Profiles,
+    shape: ModelShape,
+    tokens: int,
+    *,
+    sequence: int,
+    wire: WireFormat = "bf16",
+    server: Server | None = None,
+    split: Split = "auto",
+    grouped: bool = True,
+) -> StepPlan:
+    """`grouped` treats projections that share an operand (q/k/v, gate/up) as one gemm."""
+    server = server or Server()
+    plans: dict[Gemm, GemmPlan] = {}
+    segments: list[PlannedGemm] = []
+    for what in step_gemms(shape, tokens, grouped):
+        if what.gemm not in plans:
+            plans[what.gemm] = plan_gemm(profiles, what.gemm, wire=wire, server=server, split=split)
+        segments.append(PlannedGemm(what=what, plan=plans[what.gemm]))
+    attention_flops = sum(product.flops for product in attention_products(shape, tokens, sequence))
+    return StepPlan(
+        shape=shape,
+        tokens=tokens,
+        sequence=sequence,
+        wire=wire,
+        grain="gemm",
+        segments=tuple(segments),
+        attention_flops=attention_flops,
+        attention_s=attention_flops / server.flops_per_s if server.flops_per_s > 0 else 0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepChoice:
+    """The fastest way to do a step, beside all the others."""
+
+    shape: ModelShape
+    tokens: int
+    sequence: int
+    wire: WireFormat
+    grain: Grain
+    arrangement: str
+    """columns, grouped gemms, or a rival's name and how it would be done"""
+    step_s: float
+    bound_s: float
+    plan: ResidentPlan | StepPlan | None
+    """None where a rival's arrangement wins, of which only the time is known"""
+    rivals: tuple[Rival, ...]
+    """with "columns" or "grouped gemms" among them where planned in full; fastest first"""
+
+
+def choose_step(
+    profiles: Profiles,
+    shape: ModelShape,
+    tokens: int,
+    *,
+    sequence: int,
+    wire: WireFormat = "bf16",
+    server: Server | None = None,
+    resident_only: bool = False,
+) -> StepChoice:
+    """The minimum over all grains. Gemms are planned in full only where their lower bound could win."""
+    server = server or Server()
+    attention_products(shape, tokens, sequence)  # says so where the tokens are no whole sequences
+    case = Case(profiles=profiles, shape=shape, tokens=tokens, sequence=sequence, wire=wire, server=server)
+    ways: dict[str, Rival] = {rival.name: rival for rival in all_rivals(case)}
+    plans: dict[str, ResidentPlan | StepPlan] = {}
+    try:
+        columns = plan_resident(profiles, shape, tokens, sequence=sequence, wire=wire, server=server)
+        plans[COLUMNS] = columns
+        ways[COLUMNS] = Rival(name=COLUMNS, step_s=columns.step_s, arrangement=_columns(columns))
+    except InfeasibleError as why:
+        if resident_only:
+            raise
+        ways[COLUMNS] = Rival(name=COLUMNS, step_s=np.inf, arrangement=str(why))
+    if not resident_only and ways[GROUPED].step_s <= min(way.step_s for way in ways.values()):
+        gemms = plan_step(profiles, shape, tokens, sequence=sequence, wire=wire, server=server)
+        attention_s = 0.0 if gemms.attention_s else attention_by_heads_s(case)
+        plans[GROUPED] = gemms
+        ways[GROUPED] = Rival(
+            name=GROUPED,
+            step_s=gemms.step_s + attention_s,
+            arrangement="q/k/v and gate/up as one gemm, 3D where it pays",
+        )
+    ranked = sorted(ways.values(), key=lambda way: way.step_s)
+    best = ways[COLUMNS] if resident_only else ranked[0]
+    plan = plans.get(best.name)
+    return StepChoice(
+        shape=shape,
+        tokens=tokens,
+        sequence=sequence,
+        wire=wire,
+        grain=_GRAINS.get(best.name, "gemm"),
+        arrangement=best.name if plan else f"{best.name}: {best.arrangement}",
+        step_s=best.step_s,
+        bound_s=min(best.step_s, plan.bound_s if plan else best.step_s),
+        plan=plan,
+        rivals=tuple(ranked),
+    )
+
+
+def _columns(plan: ResidentPlan) -> str:
+    used = len(plan.names) - len(plan.left_out)
+    rounds = f" in {len(plan.rounds)} rounds" if len(plan.rounds) > 1 else ""
+    chunk = max(part.recipe.chunk for part in plan.rounds)
+    return f"{len(plan.stages)} stages on {used:,} devices{rounds}, chunks of {chunk} tokens"

@@ -1,0 +1,1 @@
+"""Decide when each task runs: tasks, ledger, device memory, pipeline, members."""

@@ -1,0 +1,1 @@
+"""Decide whether a result is right: projection checks, recomputation, trust."""

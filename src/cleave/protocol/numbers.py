@@ -1,0 +1,106 @@
+"""Matrices as bytes and back: fp32, bf16, fp16 and int8, little endian, row by row.
+
+int8 has one scale a row (its largest magnitude / 127): the fp32 scales of all rows come first, then the numbers.
+Encoding rounds to nearest, ties to even. Whoever has a faster way (torch) passes a `Codec` of its own with the same
+results.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cleave.core.cost.gemm import WIRE_BYTES, WireFormat
+from cleave.errors import ProtocolError
+from cleave.protocol.frames import Buffer
+
+Matrix = NDArray[np.float32]
+Encoded = NDArray[np.uint8]
+"""Contiguous bytes."""
+
+_BLOCK = 1 << 16  # elements: what stays in cache while bf16 is made
+
+
+class Codec(Protocol):
+    def encode(self, matrix: Matrix, format: WireFormat) -> Encoded: ...
+
+    def decode_into(self, data: Buffer, format: WireFormat, out: Matrix, add: bool = False) -> None: ...
+
+
+def encoded_bytes(format: WireFormat, rows: int, cols: int) -> int:
+    return rows * cols * WIRE_BYTES[format] + (4 * rows if format == "int8" else 0)
+
+
+class NumpyCodec:
+    def encode(self, matrix: Matrix, format: WireFormat) -> Encoded:
+        """A contiguous fp32 matrix is not copied for an fp32 wire."""
+        match format:
+            case "fp32":
+                return np.ascontiguousarray(matrix, dtype="<f4").reshape(-1).view(np.uint8)
+            case "fp16":
+                with np.errstate(over="ignore"):
+                    return np.ascontiguousarray(matrix, dtype="<f2").reshape(-1).view(np.uint8)
+            case "bf16":
+                return _to_bf16(np.ascontiguousarray(matrix, dtype="<f4").reshape(-1))
+            case "int8":
+                return _to_int8(matrix)
+
+    def decode_into(self, data: Buffer, format: WireFormat, out: Matrix, add: bool = False) -> None:
+        """Write the matrix, or add it, into `out`, whose rows may lie apart."""
+        rows, cols = out.shape
+        if len(data) != encoded_bytes(format, rows, cols):
+            raise ProtocolError(
+                f"expected {encoded_bytes(format, rows, cols)} bytes for {rows} x {cols} in {format}, got {len(data)}; "
+                "send whole rows"
+            )
+        match format:
+            case "fp32":
+                values = np.frombuffer(data, dtype="<f4").reshape(rows, cols)
+            case "fp16":
+                values = np.frombuffer(data, dtype="<f2").reshape(rows, cols)
+            case "bf16":
+                _from_bf16(np.frombuffer(data, dtype="<u2").reshape(rows, cols), out, add)
+                return
+            case "int8":
+                scales = np.frombuffer(data, dtype="<f4", count=rows).reshape(rows, 1)
+                with np.errstate(invalid="ignore", over="ignore"):  # scales of rows that are not finite
+                    values = np.frombuffer(data, dtype=np.int8, offset=4 * rows).reshape(rows, cols) * scales
+        if add:
+            np.add(out, values, out=out)
+        else:
+            np.copyto(out, values)
+
+
+def _to_bf16(flat: Matrix) -> Encoded:
+    bits = flat.view(np.uint32)
+    out = np.empty(len(flat), dtype="<u2")
+    for start in range(0, len(flat), _BLOCK):
+        block = bits[start : start + _BLOCK]
+        rounded = (block + (0x7FFF + ((block >> 16) & 1))) >> 16
+        nan = (block & 0x7FFFFFFF) > 0x7F800000
+        if nan.any():
+            rounded = np.where(nan, 0x7FC0, rounded)
+        out[start : start + _BLOCK] = rounded
+    return out.view(np.uint8)
+
+
+def _from_bf16(values: NDArray[np.uint16], out: Matrix, add: bool) -> None:
+    rows = max(1, _BLOCK // max(values.shape[1], 1))
+    for start in range(0, len(values), rows):
+        wide = (values[start : start + rows].astype(np.uint32) << 16).view(np.float32)
+        if add:
+            out[start : start + rows] += wide
+        else:
+            out[start : start + rows] = wide
+
+
+def _to_int8(matrix: Matrix) -> Encoded:
+    rows, cols = matrix.shape
+    out = np.empty(4 * rows + rows * cols, dtype=np.uint8)
+    with np.errstate(invalid="ignore"):  # NaN travels in the scale of its row
+        scales = np.maximum(np.abs(matrix).max(axis=1, initial=0.0), np.float32(1e-30)).astype("<f4") / np.float32(127)
+        out[: 4 * rows] = scales.view(np.uint8)
+        out[4 * rows :] = np.rint(matrix / scales[:, None]).astype(np.int8).reshape(-1).view(np.uint8)
+    return out

@@ -1,0 +1,217 @@
+"""Plans as JSON: the stable format of `cleave plan --json` (docs/planner.md)."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from cleave.core.cost.resident import sublayers_of
+from cleave.core.plan.gemm.product import GemmPlan
+from cleave.core.plan.resident.large_fleet import ResidentPlan
+from cleave.core.plan.resident.plane import Rectangle, rectangles
+from cleave.core.plan.step import PlannedGemm, StepChoice, StepPlan
+
+
+class GemmJson(TypedDict):
+    m: int
+    n: int
+    k: int
+
+
+class BlockJson(TypedDict):
+    device: str
+    rows: list[int]
+    cols: list[int]
+    inner: list[int]
+
+
+class LeftOutJson(TypedDict):
+    device: str
+    reason: str
+
+
+class GemmPlanJson(TypedDict):
+    gemm: GemmJson
+    wire: str
+    split: str
+    makespan_s: float
+    bound_s: float
+    rounds: int
+    limit: str
+    down_bytes: float
+    up_bytes: float
+    blocks: list[BlockJson]
+    left_out: list[LeftOutJson]
+
+
+class SegmentJson(GemmPlanJson):
+    segment: str
+    role: str
+    count: int
+    members: list[str]
+    step_s: float
+
+
+class StepPlanJson(TypedDict):
+    model: str
+    tokens: int
+    sequence: int
+    wire: str
+    step_s: float
+    bound_s: float
+    grain: str
+    attention_flops: int
+    attention_s: float
+    segments: list[SegmentJson]
+
+
+class UnitJson(TypedDict):
+    device: str
+    slice: int
+    tokens: list[int]
+
+
+class StageJson(TypedDict):
+    segment: str
+    first: int
+    count: int
+    slices: int
+    params: int
+    units: list[UnitJson]
+
+
+class RivalJson(TypedDict):
+    name: str
+    fits: bool
+    step_s: float | None
+    arrangement: str
+
+
+class ChoiceJson(TypedDict):
+    model: str
+    tokens: int
+    sequence: int
+    wire: str
+    step_s: float
+    bound_s: float
+    grain: str
+    arrangement: str
+    segments: list[StageJson] | list[SegmentJson]
+    rivals: list[RivalJson]
+
+
+class ColumnsJson(ChoiceJson):
+    activation_s: float
+    synchronisation_s: float
+    fill_s: float
+    limit: str
+    rounds: int
+    chunk: int
+    down_bytes: float
+    up_bytes: float
+    left_out: list[LeftOutJson]
+
+
+def as_json(plan: GemmPlan | StepPlan | StepChoice) -> GemmPlanJson | StepPlanJson | ChoiceJson:
+    if isinstance(plan, GemmPlan):
+        return _gemm_plan(plan)
+    if isinstance(plan, StepPlan):
+        return _step(plan)
+    return _choice(plan)
+
+
+def _choice(choice: StepChoice) -> ChoiceJson:
+    plan = choice.plan
+    chosen: ChoiceJson = {
+        "model": choice.shape.name,
+        "tokens": choice.tokens,
+        "sequence": choice.sequence,
+        "wire": choice.wire,
+        "step_s": choice.step_s,
+        "bound_s": choice.bound_s,
+        "grain": choice.grain,
+        "arrangement": choice.arrangement,
+        "segments": _step(plan)["segments"] if isinstance(plan, StepPlan) else _stages(plan) if plan else [],
+        "rivals": [
+            {"name": r.name, "fits": r.fits, "step_s": r.step_s if r.fits else None, "arrangement": r.arrangement}
+            for r in choice.rivals
+        ],
+    }
+    if not isinstance(plan, ResidentPlan):
+        return chosen
+    columns: ColumnsJson = {
+        **chosen,
+        "activation_s": plan.activation_s,
+        "synchronisation_s": plan.synchronisation_s,
+        "fill_s": plan.fill_s,
+        "limit": plan.limit,
+        "rounds": len(plan.rounds),
+        "chunk": max(part.recipe.chunk for part in plan.rounds),
+        "down_bytes": plan.down_bytes,
+        "up_bytes": plan.up_bytes,
+        "left_out": [{"device": device, "reason": reason} for device, reason in plan.left_out.items()],
+    }
+    return columns
+
+
+def _stages(plan: ResidentPlan) -> list[StageJson]:
+    sublayers = sublayers_of(plan.shape)
+    units: list[list[Rectangle]] = [[] for _ in plan.stages]
+    for rectangle in rectangles(plan):
+        units[rectangle.stage].append(rectangle)
+    return [
+        {
+            "segment": "+".join(dict.fromkeys(sublayer.kind for sublayer in held)),
+            "first": stage.first,
+            "count": stage.count,
+            "slices": len(stage.slices),
+            "params": sum(sublayer.params for sublayer in held),
+            "units": [{"device": plan.names[u.device], "slice": u.part, "tokens": list(u.tokens)} for u in of_stage],
+        }
+        for stage, of_stage in zip(plan.stages, units, strict=True)
+        for held in [sublayers[stage.first : stage.first + stage.count]]
+    ]
+
+
+def _step(plan: StepPlan) -> StepPlanJson:
+    return {
+        "model": plan.shape.name,
+        "tokens": plan.tokens,
+        "sequence": plan.sequence,
+        "wire": plan.wire,
+        "step_s": plan.step_s,
+        "bound_s": plan.bound_s,
+        "grain": plan.grain,
+        "attention_flops": plan.attention_flops,
+        "attention_s": plan.attention_s,
+        "segments": [_segment(segment) for segment in plan.segments],
+    }
+
+
+def _segment(segment: PlannedGemm) -> SegmentJson:
+    what = segment.what
+    return {
+        "segment": what.segment,
+        "role": what.role,
+        "count": what.count,
+        "members": list(what.members),
+        "step_s": segment.step_s,
+        **_gemm_plan(segment.plan),
+    }
+
+
+def _gemm_plan(plan: GemmPlan) -> GemmPlanJson:
+    tiling = plan.tiling
+    blocks = zip(tiling.device.tolist(), tiling.rows.tolist(), tiling.cols.tolist(), tiling.inner.tolist(), strict=True)
+    return {
+        "gemm": {"m": plan.gemm.m, "n": plan.gemm.n, "k": plan.gemm.k},
+        "wire": plan.wire,
+        "split": plan.split,
+        "makespan_s": plan.makespan_s,
+        "bound_s": plan.bound_s,
+        "rounds": plan.rounds,
+        "limit": plan.limit,
+        "down_bytes": float(plan.down_bytes.sum()),
+        "up_bytes": float(plan.up_bytes.sum()),
+        "blocks": [{"device": plan.names[d], "rows": r, "cols": c, "inner": i} for d, r, c, i in blocks],
+        "left_out": [{"device": device, "reason": reason} for device, reason in plan.left_out.items()],
+    }

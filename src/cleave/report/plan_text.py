@@ -1,0 +1,158 @@
+"""`cleave plan` as a person reads it: what takes how long, how near the bound, what limits, who is left out and why."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+from rich.console import Console
+
+from cleave.core.cost.gemm import Server
+from cleave.core.fleet.profiles import Floats, Profiles
+from cleave.core.model.gemms import step_flops
+from cleave.core.plan.gemm.product import GemmPlan
+from cleave.core.plan.step import ROLES, StepChoice, StepPlan
+from cleave.report.plan_words import CloudGpu, devices_text, print_gpu, server_text, table
+from cleave.report.quantities import seconds, si
+from cleave.report.step_text import show_choice
+
+
+def show(plan: GemmPlan | StepPlan | StepChoice, profiles: Profiles, server: Server, gpu: CloudGpu) -> None:
+    match plan:
+        case GemmPlan():
+            _show_gemm(plan, profiles, server, gpu)
+        case StepPlan():
+            _show_step(plan, profiles, server, gpu)
+        case StepChoice():
+            show_choice(plan, profiles, server, gpu)
+            if isinstance(plan.plan, StepPlan):
+                _show_step(plan.plan, profiles, server, gpu)
+
+
+def _show_step(plan: StepPlan, profiles: Profiles, server: Server, gpu: CloudGpu) -> None:
+    console = Console(highlight=False)
+    shape = plan.shape
+    console.print(
+        f"[bold]{shape.name}[/] ({si(shape.params, 'parameters')}), {plan.tokens:,} tokens a step in sequences of "
+        f"{plan.sequence:,}, wire {plan.wire}, {devices_text(len(profiles))}, {server_text(server)}"
+    )
+    rows = table("segment", "role", "m x n x k", "cut", "used", "runs", "step", "/bound", "limit")
+    for segment in plan.segments:
+        what, found = segment.what, segment.plan
+        rows.add_row(
+            what.segment,
+            what.role,
+            f"{what.gemm.m}x{what.gemm.n}x{what.gemm.k}",
+            found.split + (f" in {found.rounds}" if found.rounds > 1 else ""),
+            str(_used(found)),
+            f"{what.count} x {seconds(found.makespan_s)}",
+            seconds(segment.step_s),
+            f"{found.ratio:.3f}",
+            found.limit,
+        )
+    console.print(rows)
+    roles = ", ".join(f"{role} {seconds(plan.role_s(role))}" for role in ROLES)
+    console.print(f"[bold]step {seconds(plan.step_s)}[/]: {roles}; {plan.step_s / plan.bound_s:.3f} of the lower bound")
+    if plan.attention_s:
+        console.print(f"attention products on the server: {seconds(plan.attention_s)} of it")
+    else:
+        console.print(
+            f"attention products stay on the server and are not in this time: {si(plan.attention_flops, 'FLOP')} "
+            "a step (give --server-tflops to count them)"
+        )
+    down, up = np.zeros(len(profiles) + 1), np.zeros(len(profiles) + 1)
+    for segment in plan.segments:
+        np.add.at(down, segment.plan.tiling.device, segment.plan.down_bytes * segment.what.count)
+        np.add.at(up, segment.plan.tiling.device, segment.plan.up_bytes * segment.what.count)
+    _print_bytes(console, down[:-1], up[:-1], plan.step_s)
+    _print_left_out(console, [segment.plan for segment in plan.segments], len(profiles))
+    print_gpu(console, step_flops(shape, plan.tokens, plan.sequence), plan.step_s, gpu, shape.params)
+
+
+def _show_gemm(plan: GemmPlan, profiles: Profiles, server: Server, gpu: CloudGpu) -> None:
+    console = Console(highlight=False)
+    gemm = plan.gemm
+    console.print(
+        f"[bold]gemm {gemm.m} x {gemm.n} x {gemm.k}[/], wire {plan.wire}, {devices_text(len(profiles))}, "
+        f"{server_text(server)}"
+    )
+    parts = f"{len(plan.tiling):,} blocks on {devices_text(_used(plan))}" + (
+        f" in {plan.rounds} rounds, as memory cannot hold the output at once" if plan.rounds > 1 else ""
+    )
+    console.print(
+        f"[bold]{seconds(plan.makespan_s)}[/] with a {plan.split} cut: {plan.ratio:.3f} of the lower bound; {parts}; "
+        f"limited by {plan.limit}"
+    )
+    rows = table("device", "rows", "columns", "inner", "down", "up", "finish")
+    tiling = plan.tiling
+    slowest = np.argsort(-plan.finish_s, kind="stable")[:_SHOWN]
+    for block in slowest.tolist():
+        rows.add_row(
+            plan.names[int(tiling.device[block])],
+            *(_range(r[block].tolist()) for r in (tiling.rows, tiling.cols, tiling.inner)),
+            si(float(plan.down_bytes[block]), "B"),
+            si(float(plan.up_bytes[block]), "B"),
+            seconds(float(plan.finish_s[block])),
+        )
+    console.print(rows)
+    if len(tiling) > _SHOWN:
+        console.print(f"... the {_SHOWN} latest of {len(tiling):,} blocks (--json lists all)")
+    down, up = np.zeros(len(profiles) + 1), np.zeros(len(profiles) + 1)
+    np.add.at(down, tiling.device, plan.down_bytes)
+    np.add.at(up, tiling.device, plan.up_bytes)
+    _print_bytes(console, down[:-1], up[:-1], plan.makespan_s)
+    _print_left_out(console, [plan], len(profiles))
+    print_gpu(console, gemm.flops, plan.makespan_s, gpu, None)
+
+
+_SHOWN = 12
+_REASONS = 3
+
+
+def _print_bytes(console: Console, down: Floats, up: Floats, taken_s: float) -> None:
+    busy = down > 0
+    if not busy.any():
+        return
+    console.print(
+        f"bytes per device, median (most): down {si(float(np.median(down[busy])), 'B')} "
+        f"({si(float(down.max()), 'B')}), up {si(float(np.median(up[busy])), 'B')} ({si(float(up.max()), 'B')}); "
+        f"through the server: down "
+        f"{si(float(down.sum()), 'B')}, up {si(float(up.sum()), 'B')}, on average "
+        f"{si(8 * float(down.sum()) / taken_s, 'bit/s')} and {si(8 * float(up.sum()) / taken_s, 'bit/s')}"
+    )
+
+
+def _print_left_out(console: Console, plans: Iterable[GemmPlan], devices: int) -> None:
+    plans = list(plans)
+    always = _common([set(plan.left_out) for plan in plans])
+    sometimes = {device for plan in plans for device in plan.left_out} - always
+    if not always and not sometimes:
+        console.print("every device takes part")
+        return
+    console.print(
+        f"left out of everything: {len(always):,} of {devices_text(devices)}; of some gemms: {len(sometimes):,}"
+        if len(plans) > 1
+        else f"left out: {len(always):,} of {devices_text(devices)}"
+    )
+    kinds: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    for plan in plans:
+        for device, reason in plan.left_out.items():
+            kind = reason.split(":")[0]
+            kinds[kind] += 1
+            examples.setdefault(kind, f"{reason} ({device})")
+    for kind, count in kinds.most_common(_REASONS):
+        console.print(f"  {count:,} x {examples[kind]}")
+
+
+def _common(sets: list[set[str]]) -> set[str]:
+    return {name for name in sets[0] if all(name in others for others in sets)}
+
+
+def _used(plan: GemmPlan) -> int:
+    return len(np.unique(plan.tiling.device))
+
+
+def _range(ends: list[int]) -> str:
+    return f"{ends[0]}-{ends[1]}"

@@ -1,0 +1,120 @@
+"""`cleave plan --model` as a person reads it: the plane of tokens x parameters, and the time beside every other way."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+from rich.console import Console
+
+from cleave.core.cost.gemm import Server
+from cleave.core.cost.resident import sublayers_of
+from cleave.core.fleet.profiles import Profiles
+from cleave.core.model.gemms import step_flops
+from cleave.core.plan.resident.large_fleet import ResidentPlan
+from cleave.core.plan.resident.plane import rectangles, worth_of_one_more
+from cleave.core.plan.step import COLUMNS, StepChoice, StepPlan
+from cleave.report.plan_words import CloudGpu, devices_text, limit_text, print_gpu, server_text, table
+from cleave.report.quantities import seconds, si
+
+_WIDTH, _HEIGHT = 96, 16
+_COLOURS = ("blue", "yellow", "green", "magenta", "red", "cyan")
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def show_choice(choice: StepChoice, profiles: Profiles, server: Server, gpu: CloudGpu) -> None:
+    console = Console(highlight=False)
+    shape = choice.shape
+    console.print(
+        f"[bold]{shape.name}[/] ({si(shape.params, 'parameters')}), {choice.tokens:,} tokens a step in sequences of "
+        f"{choice.sequence:,}, wire {choice.wire}, {devices_text(len(profiles))}, {server_text(server)}"
+    )
+    if isinstance(choice.plan, ResidentPlan):
+        _show_plane(console, choice.plan, profiles)
+    console.print(
+        f"[bold]step {seconds(choice.step_s)}[/], grain {choice.grain}: {choice.arrangement}; "
+        f"{choice.step_s / choice.bound_s:.3f} of the lower bound"
+    )
+    if isinstance(choice.plan, ResidentPlan):
+        _show_columns(console, choice.plan, profiles)
+    _show_rivals(console, choice)
+    if isinstance(choice.plan, StepPlan):  # which has a report of its own
+        return
+    print_gpu(console, step_flops(shape, choice.tokens, choice.sequence), choice.step_s, gpu, shape.params)
+
+
+def _show_plane(console: Console, plan: ResidentPlan, profiles: Profiles) -> None:
+    """Tokens down, parameters across; a letter for each class of devices, upper and lower case in turn."""
+    units = rectangles(plan)
+    params = sum(sublayer.params for sublayer in sublayers_of(plan.shape))
+    width = min(_WIDTH, max(console.width - 2, 20))
+    sides = np.array([unit.params for unit in units]) * (width / params)
+    heights = np.array([unit.tokens for unit in units]) * (_HEIGHT / plan.tokens)
+    letters = _letters(profiles)
+    in_column: Counter[tuple[int, int]] = Counter()
+    turns = np.zeros(len(units), dtype=np.int64)
+    for number, unit in enumerate(units):
+        column = unit.stage, unit.part
+        turns[number] = in_column[column] + len(in_column)
+        in_column[column] += 1
+    for row in range(_HEIGHT):
+        line = ""
+        across = (heights[:, 0] <= row + 0.5) & (heights[:, 1] > row + 0.5)
+        for place in range(width):
+            hits = np.flatnonzero(across & (sides[:, 0] <= place + 0.5) & (sides[:, 1] > place + 0.5))
+            if len(hits) == 0:
+                line += " "
+                continue
+            letter, colour = letters[profiles.device_class[units[hits[0]].device]]
+            line += f"[{colour}]{letter.upper() if turns[hits[0]] % 2 else letter}[/]"
+        console.print(line, soft_wrap=True)
+    legend = ", ".join(f"[{colour}]{letter}[/] {kind or 'device'}" for kind, (letter, colour) in letters.items())
+    console.print(f"tokens down, parameters across, one patch of equal letters a device: {legend}")
+
+
+def _letters(profiles: Profiles) -> dict[str, tuple[str, str]]:
+    """A letter and a colour for each class: its first letter that is still free."""
+    found: dict[str, tuple[str, str]] = {}
+    for kind in dict.fromkeys(profiles.device_class):
+        taken = {letter for letter, _ in found.values()}
+        usable = [letter for letter in (kind.lower() or "d") + _LETTERS if letter.isalpha() and letter not in taken]
+        found[kind] = usable[0] if usable else "x", _COLOURS[len(found) % len(_COLOURS)]
+    return found
+
+
+def _show_columns(console: Console, plan: ResidentPlan, profiles: Profiles) -> None:
+    columns = sum(len(stage.slices) for stage in plan.stages)
+    chunks = "/".join(str(chunk) for chunk in dict.fromkeys(part.recipe.chunk for part in plan.rounds))
+    used = len(profiles) - len(plan.left_out)
+    console.print(
+        f"{len(plan.stages)} stages, {columns} columns on {devices_text(used)}, chunks of {chunks} tokens"
+        + (f", {len(plan.rounds)} rounds, as memory cannot hold the model at once" if len(plan.rounds) > 1 else "")
+    )
+    console.print(
+        f"activations {seconds(plan.activation_s)}, synchronisation {seconds(plan.synchronisation_s)}, fill "
+        f"{seconds(plan.fill_s)}; limited by {limit_text(plan.limit)}; through the server: down "
+        f"{si(plan.down_bytes, 'B')}, up {si(plan.up_bytes, 'B')}"
+    )
+    if plan.left_out:
+        reasons = Counter(plan.left_out.values())
+        told = "; ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common())
+        console.print(f"left out: {len(plan.left_out):,} of {devices_text(len(profiles))}: {told}")
+    else:
+        console.print("every device takes part")
+    worth = "; ".join(f"{kind} {seconds(saved)}" for kind, saved in worth_of_one_more(plan, profiles).items())
+    console.print(f"one more device of a kind would save about: {worth}")
+
+
+def _show_rivals(console: Console, choice: StepChoice) -> None:
+    rows = table("way", "step", "x")
+    rows.add_column("how", overflow="fold")
+    for way in choice.rivals:
+        rows.add_row(
+            f"[bold]{way.name}[/]" if choice.arrangement.startswith(way.name) else way.name,
+            seconds(way.step_s) if way.fits else "-",
+            f"{way.step_s / choice.step_s:.2f}" if way.fits else "-",
+            way.arrangement,
+        )
+    console.print(rows)
+    if choice.arrangement != COLUMNS and choice.plan is None:
+        console.print("that arrangement has no units of its own here: its time is an estimate in its favour")

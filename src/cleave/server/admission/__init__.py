@@ -1,0 +1,1 @@
+"""Decide who may connect and join: gate, tokens, certificate, handshake."""

@@ -1,0 +1,114 @@
+"""How a device becomes a member: its hello, what speaks against it, and what its link can do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from cleave import events
+from cleave.core.schedule.members import Member, Roster
+from cleave.errors import ProtocolError
+from cleave.protocol import messages
+from cleave.server.admission.tokens import Keys
+from cleave.transport.base import Channel, Received
+
+_WITHIN_S = 10.0
+_PROBES = 3
+_PROBE_BYTES = 1 << 20
+_LEAST_FLOPS_PER_S = 1e3
+_PAYLOAD_BYTES = 16 << 20
+"""What a device may announce at once: the memory that a connection can take."""
+
+log = logging.getLogger(__name__)
+
+
+async def welcome(channel: Channel, roster: Roster, keys: Keys, own: str = "") -> Member | None:
+    """Add a device to the roster; None if it was told why not. `own` names one that this server itself is.
+
+    Whoever is refused learns what is wrong with its own words, and nothing about the run.
+    """
+    async with asyncio.timeout(_WITHIN_S):
+        hello = (await channel.receive()).message
+        if not isinstance(hello, messages.Hello):
+            raise ProtocolError(f"expected hello, got {type(hello).__name__.lower()}")
+        key = None if own else await asyncio.to_thread(keys.identify, hello.token)  # hashing is slow on purpose
+        with roster.reserved(own or hello.name, own=bool(own)) as name:
+            reason = _objection(hello, is_known=own != "" or key is not None)
+            if not reason and roster.is_quarantined(name, channel.address):
+                reason = "this device is in quarantine, as results of it were wrong; check its memory and processor"
+            if reason:
+                await channel.send(messages.Refused(reason=reason))
+                log.info("refused a device: %s", reason)
+                return None
+            pause_s = roster.pause_s(name, channel.address, asyncio.get_running_loop().time())
+            if pause_s:
+                again = f"sent away before it had done anything; welcome again in {pause_s:.0f} s"
+                await channel.send(messages.Bye(reason=again, rejoin=True))
+                return None
+            channel.allow(_PAYLOAD_BYTES)
+            await channel.send(messages.Welcome(version=messages.VERSION, name=name))
+            latency_s, down, up = await _probe(channel)
+            return roster.add(
+                name=name,
+                kernel=hello.kernel[:40],
+                memory_bytes=hello.memory_bytes,
+                flops_per_s=hello.flops_per_s,
+                latency_s=latency_s,
+                down_bytes_per_s=down,
+                up_bytes_per_s=up,
+                address=channel.address,
+                key=key,
+            )
+
+
+def joined(member: Member) -> events.DeviceJoined:
+    return events.DeviceJoined(
+        device=member.name,
+        flops_per_s=member.flops.value,
+        down_bytes_per_s=member.down.value,
+        up_bytes_per_s=member.up.value,
+        latency_s=member.latency_s,
+        memory_bytes=member.memory_bytes,
+        kernel=member.kernel,
+    )
+
+
+def _objection(hello: messages.Hello, *, is_known: bool) -> str:
+    if hello.version != messages.VERSION:
+        return f"this server speaks protocol version {messages.VERSION}, not {hello.version}; install the same release"
+    if not is_known:
+        return "wrong or missing token; ask the owner of the run for it and set --token or CLEAVE_TOKEN"
+    if not (_LEAST_FLOPS_PER_S <= hello.flops_per_s < 1e18 and 0 < hello.memory_bytes < 1 << 50):
+        return "expected positive flops_per_s and memory_bytes that a device can have; measure again"
+    return ""
+
+
+async def _probe(channel: Channel) -> tuple[float, float, float]:
+    """Latency, and bytes per second down and up, from a few small exchanges."""
+    latency_s, down, up = float("inf"), 0.0, 0.0
+    for _ in range(_PROBES):
+        started = time.perf_counter()
+        await channel.send(messages.Probe(answer=0))
+        await _probed(channel)
+        latency_s = min(latency_s, time.perf_counter() - started)
+    size = 64 << 10
+    while True:  # larger until it takes long enough to tell
+        started = time.perf_counter()
+        await channel.send(messages.Probe(answer=size // 4, payload=size), bytes(size))
+        answer = await _probed(channel)
+        took_s = max(time.perf_counter() - started - latency_s, 1e-6)
+        assert isinstance(answer.message, messages.Probed)
+        up_s = max(answer.link_s, 1e-7)
+        down_s = max(min(took_s, max(answer.message.down_s, 0.0)), took_s - up_s, 1e-7)
+        down, up = size / down_s, size / 4 / up_s
+        if took_s > 0.05 or size >= 4 * _PROBE_BYTES:
+            return latency_s, min(down, 20e9), min(up, 20e9)
+        size *= 4
+
+
+async def _probed(channel: Channel) -> Received:
+    received = await channel.receive()
+    if not isinstance(received.message, messages.Probed):
+        raise ProtocolError(f"expected probed, got {type(received.message).__name__.lower()}")
+    return received

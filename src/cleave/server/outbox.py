@@ -1,0 +1,119 @@
+"""What is to be sent to one device, and in which order; and how much of one device is listened to."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+
+from cleave.core.schedule.members import Member
+from cleave.core.schedule.tasks import OperandId, TaskId
+from cleave.protocol import messages
+from cleave.protocol.frames import Buffer
+from cleave.protocol.messages import AnyMessage
+from cleave.protocol.programs import Gemm
+from cleave.transport.base import Channel
+
+_MESSAGES_PER_S, _BURST = 2000.0, 4000.0
+
+Outgoing = Iterable[tuple[AnyMessage, Buffer]]
+Strips = Iterator[tuple[messages.Store, memoryview]]
+Needed = Callable[[OperandId], bool]
+_Entry = tuple[int, int, Outgoing, Callable[[], None]]
+
+
+class Line:
+    """Messages by priority, then in order; those put first go even between the strips of an operand."""
+
+    def __init__(self) -> None:
+        self.first: deque[AnyMessage] = deque()
+        self.sending: dict[TaskId, Sending] = {}
+        """Tasks of which something is still to be sent."""
+        self._queue: asyncio.PriorityQueue[_Entry] = asyncio.PriorityQueue()
+        self._order = itertools.count()
+
+    def put(self, priority: int, outgoing: Outgoing, sent: Callable[[], None] = lambda: None) -> None:
+        self._queue.put_nowait((priority, next(self._order), outgoing, sent))
+
+    def put_first(self, message: AnyMessage) -> None:
+        self.first.append(message)
+        self.put(-1, ())
+
+    async def get(self) -> tuple[Outgoing, Callable[[], None]]:
+        _, _, outgoing, sent = await self._queue.get()
+        return outgoing, sent
+
+
+async def send_all(channel: Channel, line: Line, member: Member) -> str:
+    """Until the connection ends."""
+    while True:
+        outgoing, sent = await line.get()
+        await _send_first(channel, line)
+        for message, payload in outgoing:
+            await channel.send(message, payload)
+            member.down_bytes += len(payload)
+            await _send_first(channel, line)
+        sent()
+
+
+async def _send_first(channel: Channel, line: Line) -> None:
+    while line.first:
+        await channel.send(line.first.popleft())
+
+
+class Sending:
+    """A task on its way: the task, then its operands' strips in turn, so that the square that can be computed grows.
+
+    Where b must be whole before a row can be computed (nn), b goes first. Once cancelled, only what other tasks of the
+    device need goes on; `unsent` are the operands that were left out.
+    """
+
+    def __init__(self, run: messages.Run, operands: list[tuple[OperandId, Strips]], needed: Needed) -> None:
+        self._run, self._needed = run, needed
+        self._operands = operands
+        self._told = False
+        self.is_cancelled = False
+        self.unsent: list[OperandId] = []
+
+    def __iter__(self) -> Iterator[tuple[AnyMessage, Buffer]]:
+        if not self.is_cancelled:
+            self._told = True
+            yield self._run, b""
+        turns = [self._operands]
+        if isinstance(self._run.program, Gemm) and self._run.program.layout == "nn":
+            turns = [[operand] for operand in reversed(self._operands)]
+        for operands in turns:
+            yield from self._in_turn(list(operands))
+        if self.is_cancelled and self._told:
+            yield messages.Cancel(tasks=(self._run.task,)), b""
+
+    def _in_turn(self, operands: list[tuple[OperandId, Strips]]) -> Iterator[tuple[AnyMessage, Buffer]]:
+        while operands:
+            for entry in list(operands):
+                operand, strips = entry
+                is_unwanted = self.is_cancelled and not self._needed(operand)
+                strip = None if is_unwanted else next(strips, None)
+                if strip is not None:
+                    yield strip
+                    continue
+                operands.remove(entry)
+                if is_unwanted:
+                    self.unsent.append(operand)
+
+
+class Meter:
+    """Holds back who sends more messages than any honest device: it waits, its link fills, it slows down itself."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock, self._seen, self._left = clock, clock(), _BURST
+
+    async def count(self) -> None:
+        self._left -= 1
+        if self._left > 0:
+            return
+        now = self._clock()
+        self._left = min(_BURST, self._left + (now - self._seen) * _MESSAGES_PER_S)
+        self._seen = now
+        if self._left < 1:
+            await asyncio.sleep((1 - self._left) / _MESSAGES_PER_S + 0.05)

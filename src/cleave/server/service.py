@@ -1,0 +1,209 @@
+"""The server's one port: WebSockets of devices at /ws, and its state as JSON at /api/status, for its administrator.
+
+Runs an event loop in a thread of its own, so that training in other threads goes on undisturbed. Who gets as far as
+this has passed `entrance.py`; what a stranger is told here says nothing about the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import sys
+import threading
+from collections.abc import Awaitable, Callable
+from typing import cast
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import Route
+from threadpoolctl import ThreadpoolController
+from uvicorn.server import ServerState
+
+from cleave.errors import InputError
+from cleave.server.admission.certificate import Certificate
+from cleave.server.admission.gate import Entrance, Limits, Say, ended, is_loopback, objection_to
+from cleave.server.admission.tokens import Keys
+from cleave.server.cluster import Cluster
+from cleave.transport.allocation import keep_freed_memory
+from cleave.transport.base import Channel
+from cleave.transport.websocket import Accepting
+
+_SWITCH_S = 5e-4  # a busy training thread then leaves the event loop waiting 0.2 ms instead of 6
+_STOP_S = 5.0
+_PATIENCE_S = 2.0  # for devices that were told goodbye, and for answers on their way
+_ADMIN_ONLY = "expected an admin token (Authorization: Bearer ...), got none or another; see cleave token --help"
+
+Answer = Callable[[Request], Awaitable[Response]]
+Wrap = Callable[[Channel], Channel]
+"""What a server puts around each connection before it talks to a device."""
+
+
+class Service:
+    """A cluster behind a port; `start` returns once devices can join."""
+
+    def __init__(
+        self,
+        listen: str,
+        make_cluster: Callable[[asyncio.AbstractEventLoop], Cluster],
+        *,
+        keys: Keys | None = None,
+        certificate: Certificate | None = None,
+        limits: Limits | None = None,
+        wrap: Wrap | None = None,
+        say: Say = lambda text: None,
+    ) -> None:
+        self._keys, self._certificate, self._limits, self._say = keys or Keys(), certificate, limits, say
+        self._wrap = wrap
+        self._socket = _bind(listen)
+        host, port = self._socket.getsockname()[:2]
+        self.host, self.port = str(host), int(port)
+        self.is_local = is_loopback(self.host)
+        self._loop = _new_loop()
+        self.cluster = make_cluster(self._loop)
+        self._stopping = asyncio.Event()
+        self._guessing = asyncio.Semaphore(1)
+        self._stays: set[asyncio.Task[None]] = set()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cleave-server", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT that it listens on."""
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+    def start(self) -> None:
+        sys.setswitchinterval(_SWITCH_S)
+        keep_freed_memory()
+        # results are checked in products too small to share: threads would only spin for each other
+        ThreadpoolController().select(internal_api="openblas").limit(limits=1)
+        self._thread.start()
+        self._started.wait()
+
+    def stop(self, reason: str, *, rejoin: bool) -> None:
+        if not self._thread.is_alive():
+            return
+        closing = asyncio.run_coroutine_threadsafe(self.cluster.close(reason, rejoin=rejoin), self._loop)
+        with contextlib.suppress(TimeoutError):
+            closing.result(_STOP_S)
+        self._loop.call_soon_threadsafe(self._stopping.set)
+        self._thread.join(_STOP_S)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_until_complete(self._serve())
+        finally:
+            self._loop.close()
+
+    async def _serve(self) -> None:
+        config = uvicorn.Config(
+            Starlette(routes=[Route("/api/status", self._for_admins(self._status))]),
+            http="h11",
+            ws=cast("type[asyncio.Protocol]", self._upgrade),
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            proxy_headers=False,
+        )
+        tls = self._certificate.context if self._certificate is not None else None
+        entrance = Entrance(self._socket, config, tls=tls, limits=self._limits, say=self._say)
+        self._started.set()
+        await self._stopping.wait()
+        await entrance.stop(_PATIENCE_S)
+        if self._stays:
+            await asyncio.wait(self._stays, timeout=_PATIENCE_S)
+        for stay in self._stays:
+            stay.cancel()
+        await asyncio.gather(*self._stays, return_exceptions=True)
+
+    def _upgrade(self, config: uvicorn.Config, server_state: ServerState, app_state: object) -> Accepting:
+        """What uvicorn calls for a WebSocket: the connection goes to the cluster, past ASGI and its copies."""
+        return Accepting("/ws", self._join, objection=self._objection, ended=ended(app_state))
+
+    def _objection(self, origins: list[str], hosts: list[str]) -> str:
+        return objection_to(origins, hosts, open_here=self._is_open_here)
+
+    @property
+    def _is_open_here(self) -> bool:
+        """Whether nobody but this machine gets here, and nobody is asked for a token."""
+        return self.is_local and self._keys.is_open
+
+    def _join(self, channel: Channel) -> None:
+        wrapped = channel if self._wrap is None else self._wrap(channel)
+        stay = self._loop.create_task(self.cluster.serve(wrapped))
+        self._stays.add(stay)
+        stay.add_done_callback(self._stays.discard)
+
+    def _for_admins(self, answer: Answer) -> Answer:
+        """Only for who holds an admin token; where no token is asked for, for this machine's own programs."""
+
+        async def checked(request: Request) -> Response:
+            why = self._objection(request.headers.getlist("origin"), request.headers.getlist("host"))
+            if why:
+                return PlainTextResponse(f"{why}\n", 403)
+            scheme, _, token = request.headers.get("authorization", "").partition(" ")
+            is_nobodys = self.is_local and self._keys.is_bare
+            if is_nobodys or (scheme.lower() == "bearer" and await self._administers(token.strip())):
+                return await answer(request)
+            return PlainTextResponse(f"{_ADMIN_ONLY}\n", 401, {"WWW-Authenticate": "Bearer"})
+
+        return checked
+
+    async def _administers(self, token: str) -> bool:
+        """One guess at a time, and not in the event loop: hashing is slow on purpose."""
+        async with self._guessing:
+            return await asyncio.to_thread(self._keys.administers, token)
+
+    async def _status(self, request: Request) -> Response:
+        totals = self.cluster.totals()
+        return JSONResponse(
+            {
+                "devices": [
+                    {
+                        "device": member.name,
+                        "flops_per_s": member.flops.value,
+                        "down_bytes_per_s": member.down.value,
+                        "up_bytes_per_s": member.up.value,
+                        "latency_s": member.latency_s,
+                        "memory_bytes": member.memory_bytes,
+                        "tasks": member.tasks,
+                        "done_flops": member.done_flops,
+                        "verified_flops": member.verified_flops,
+                        "wrong": member.wrong,
+                    }
+                    for member in self.cluster.here()
+                ],
+                "down_bytes": totals.down_bytes,
+                "up_bytes": totals.up_bytes,
+                "products": totals.products,
+            }
+        )
+
+
+def _bind(listen: str) -> socket.socket:
+    host, _, port = listen.rpartition(":")
+    if not host or not port.isdigit() or int(port) > 65535:
+        raise InputError(f"expected --listen HOST:PORT such as 0.0.0.0:7077, got {listen!r}")
+    host = host.strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family, socket.SOCK_STREAM)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        bound.bind((host, int(port)))
+    except OSError as fault:
+        bound.close()
+        raise InputError(f"cannot listen on {listen}: {fault.strerror}; choose another --listen HOST:PORT") from None
+    bound.listen(1024)
+    bound.setblocking(False)
+    return bound
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    try:
+        import uvloop
+    except ImportError:
+        return asyncio.SelectorEventLoop()  # also where another is the default: the entrance watches bare sockets
+    return uvloop.new_event_loop()

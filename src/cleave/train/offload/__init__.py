@@ -1,0 +1,1 @@
+"""The autograd bridge between PyTorch and a fleet."""

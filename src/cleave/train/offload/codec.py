@@ -1,0 +1,35 @@
+# pyright: standard
+"""The codec of `wire/numbers.py` through torch, which rounds to bf16 six times faster than numpy; same bytes."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+from cleave.core.cost.gemm import WireFormat
+from cleave.protocol.frames import Buffer
+from cleave.protocol.numbers import Encoded, Matrix, NumpyCodec, encoded_bytes
+
+# What came from a socket is read-only memory, and is only read.
+warnings.filterwarnings("ignore", message="The given buffer is not writable")
+
+_HALVES: dict[WireFormat, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TorchCodec(NumpyCodec):
+    def encode(self, matrix: Matrix, format: WireFormat) -> Encoded:
+        if format not in _HALVES:
+            return super().encode(matrix, format)
+        return torch.from_numpy(matrix).to(_HALVES[format]).contiguous().view(-1).view(torch.uint8).numpy()
+
+    def decode_into(self, data: Buffer, format: WireFormat, out: Matrix, add: bool = False) -> None:
+        if format not in _HALVES or len(data) != encoded_bytes(format, *out.shape):
+            super().decode_into(data, format, out, add)
+            return
+        values = torch.frombuffer(data, dtype=_HALVES[format]).view(*out.shape)
+        target = torch.from_numpy(out)
+        if add:
+            target += values
+        else:
+            target.copy_(values)

@@ -1,0 +1,355 @@
+# pyright: standard
+"""Decoder stacks that run on the fleet as a whole, the loss included, and the models that do not notice.
+
+The classes of a base model, its layers and its language model are swapped. The first layer takes its input through the
+whole stack, the others hand on what they get; with labels in training the language model asks for the loss as well, so
+that neither hidden states nor logits come back. What a call needs beyond that (a key/value cache, hidden states of
+layers, masks that are not causal) is computed by the layers themselves, with gemms on the fleet: each call decides
+anew. `train/families.py` knows the models, `train/passes.py` the arithmetic.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from cleave.protocol.decoder import Stack
+from cleave.protocol.programs import Attention
+from cleave.train.offload import families
+from cleave.train.offload.families import Description, Place
+from cleave.train.offload.linear import Weights
+from cleave.train.offload.overlap import Overlap, why_not
+from cleave.train.offload.pieces import SENT
+from cleave.train.offload.resident import Columns, Targets, UnfitError, padding, rotary_table, run, targets_of
+from cleave.train.offload.swap import Swapped, original, restore, swap
+
+try:
+    from transformers.loss.loss_utils import ForCausalLMLoss
+except ImportError:
+    ForCausalLMLoss = None
+try:
+    from transformers.utils.output_capturing import _active_collector
+except ImportError:  # before transformers 5 layers are told, or have a forward of their own for the time
+    _active_collector = None
+
+_HARMLESS = {
+    "hidden_states",
+    "attention_mask",
+    "position_ids",
+    "position_embeddings",
+    "cache_position",
+    "num_items_in_batch",
+    "ignore_index",
+    "shift_labels",
+    "return_dict",
+}
+"""What a layer may be given without computing anything else; of other things only None and False are."""
+
+
+def install(
+    model: nn.Module, fleet: Columns, weights: Weights, say: Callable[[str], None], *, must: bool = False
+) -> str | None:
+    """Let all decoder stacks of a model run on the fleet, wherever that pays, or, if it must, is possible.
+
+    Returns why none can, should that be so now; it is asked again on every call.
+    """
+    reasons: list[str] = []
+    places = families.find(model)
+    for place in places:
+        runner = _Runner(fleet, weights, say, must=must)
+        described = families.describe(place)
+        if isinstance(described, str):
+            reasons.append(described)
+            runner.tell(described)
+        _take(place.base, _Base, runner)
+        for layer in families.layers(place.base):
+            _take(layer, _Layer, runner)
+        if place.language_model is not None:
+            _take(place.language_model, _LanguageModel, runner)
+    if not places:
+        return "it has no decoder of a known family (Llama, Mistral, Qwen2, OPT, GPT-2)"
+    return reasons[0] if len(reasons) == len(places) else None
+
+
+def overlap(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
+    """Let an optimizer step for each weight of the stacks as soon as its gradient is there; else why it cannot."""
+    reason = why_not(optimizer)
+    if reason is not None:
+        return reason
+    runners = {
+        id(module._cleave_stack): module._cleave_stack for module in model.modules() if isinstance(module, _InStack)
+    }
+    if not runners:
+        return "no stack of it may run on devices"
+    owners = Counter(id(one) for module in model.modules() for one in module._parameters.values() if one is not None)
+    single = [parameter for parameter in model.parameters() if owners[id(parameter)] == 1]  # others get more elsewhere
+    for runner in runners.values():
+        runner.overlap_with(optimizer, single)
+    return None
+
+
+def gives_loss(model: nn.Module) -> bool:
+    """Whether its loss is the usual one, of labels or of `shift_labels`, and may be computed by devices."""
+    return isinstance(model, _LanguageModel) and ForCausalLMLoss is not None and model.loss_function is ForCausalLMLoss
+
+
+def uninstall(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, _InStack):
+            restore(module)  # type: ignore[arg-type]
+            del module._cleave_stack
+
+
+def _take(module: nn.Module, mixin: type[_InStack], runner: _Runner) -> None:
+    swap(module, mixin)
+    module._cleave_stack = runner  # type: ignore[assignment]
+
+
+# ------------------------------------------------------------------------------------------------ swapped classes
+
+
+class _InStack(Swapped):
+    _cleave_stack: _Runner
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """A copy computes by itself."""
+        state = {name: value for name, value in vars(self).items() if name != "_cleave_stack"}
+        return _blank, (original(self),), state  # type: ignore[arg-type]
+
+
+def _blank(kind: Any) -> Any:
+    return kind.__new__(kind)
+
+
+class _Layer(_InStack):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Not in `forward`: what a stack computes needs no checkpointing, which transformers does in `__call__`."""
+        output = self._cleave_stack.layer(self, args, kwargs)
+        return super().__call__(*args, **kwargs) if output is None else output  # type: ignore[misc]
+
+
+class _Base(_InStack):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._cleave_stack.base(self, super().forward, args, kwargs)  # type: ignore[misc]
+
+
+class _LanguageModel(_InStack):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._cleave_stack.language_model(self, super().forward, args, kwargs)  # type: ignore[misc]
+
+    @property
+    def loss_function(self) -> Any:
+        usual = super().loss_function  # type: ignore[misc]
+        return self._cleave_stack.loss_function(usual)
+
+    @loss_function.setter
+    def loss_function(self, value: Any) -> None:
+        self._loss_function = value
+
+
+# ------------------------------------------------------------------------------------------------ calls
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """For the loss, from a language model to its first layer."""
+
+    language_model: nn.Module
+    targets: Targets
+    loss: torch.Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    """Of a base model, while it runs."""
+
+    base: nn.Module
+    first: nn.Module | None
+    """Of its layers."""
+    request: _Request | None
+    output: torch.Tensor | None = None
+    """What the first layer gave, if it ran the stack."""
+
+
+class _Runner:
+    """What the modules of a stack share: each thread's call, and what was said before."""
+
+    def __init__(self, fleet: Columns, weights: Weights, say: Callable[[str], None], *, must: bool) -> None:
+        self._fleet, self._weights, self._say, self._must = fleet, weights, say, must
+        self._said: set[str] = set()
+        self._stacks: dict[bool, Stack] = {}
+        self._here = threading.local()
+        self._overlap: Overlap | None = None
+
+    def overlap_with(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
+        self._overlap = Overlap(optimizer, self._weights, parameters)
+
+    def language_model(self, model: Any, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        given = _given(model, args, kwargs)
+        if given.get("labels") is not None:
+            kwargs = _without_cache(given, kwargs)
+        self._here.request = request = _request(model, given)
+        try:
+            output = forward(*args, **kwargs)
+        finally:
+            self._here.request = None
+        if request is None or request.loss is None:
+            return output
+        return type(output)(**{name: value for name, value in output.items() if name != "logits"})
+
+    def loss_function(self, usual: Any) -> Any:
+        request: _Request | None = getattr(self._here, "request", None)
+        return usual if request is None or request.loss is None else lambda *_, **__: request.loss
+
+    def base(self, base: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if base.training and torch.is_grad_enabled():
+            kwargs = _without_cache(_given(base, args, kwargs), kwargs)
+        self._here.call = _Call(base, next(iter(families.layers(base)), None), getattr(self._here, "request", None))
+        try:
+            return forward(*args, **kwargs)
+        finally:
+            self._here.call = None
+
+    def layer(self, layer: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
+        """A layer's output, or None if it should compute it itself."""
+        call: _Call | None = getattr(self._here, "call", None)
+        if call is None:  # called by someone else than its model
+            return None
+        if layer is not call.first:
+            return call.output if call.output is not None and args and args[0] is call.output else None
+        given = _given(layer, args, kwargs)
+        try:
+            call.output = self._run(call, given["hidden_states"], given)
+        except UnfitError as unfit:
+            self.tell(str(unfit))
+        return call.output
+
+    def _run(self, call: _Call, x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor | None:
+        is_training = call.base.training and torch.is_grad_enabled()
+        if given.get("use_cache") or given.get("past_key_values") is not None:
+            if is_training:
+                raise UnfitError("a cache of keys and values is asked for; train with use_cache=False")
+            return None  # as in `generate`: nothing to tell
+        _check_call(x, given)
+        request = call.request
+        description = self._describe(Place(base=call.base, language_model=request and request.language_model))
+        if description.stack.head is None:
+            request = None
+        if request is not None and len(request.targets.words) != x.shape[0] * x.shape[1]:
+            raise UnfitError("there are more labels than tokens, or fewer")
+        is_trained = torch.is_grad_enabled() and (
+            x.requires_grad or any(one.is_trained for one in description.stack.parameters)
+        )
+        first = description.stack.parts[0]
+        assert isinstance(first, Attention)
+        attention: str = call.base.config._attn_implementation  # type: ignore[union-attr, assignment]
+        mask = padding(given.get("attention_mask"), x, first.window, attention)
+        rotary = rotary_table(given["position_embeddings"], first.head_dim) if first.is_rotary else None
+        if self._fleet.may_run(description.stack, x.shape[0], x.shape[1], is_trained, must=self._must) is not None:
+            return None
+        output = run(
+            self._fleet,
+            self._weights,
+            description,
+            x,
+            mask=mask,
+            rotary=rotary,
+            targets=None if request is None else request.targets,
+            is_trained=is_trained,
+            overlap=self._overlap,
+        )
+        if request is None:
+            return output
+        request.loss = output
+        return x.new_empty(0, *x.shape[1:])  # no sequence is left for what the base and the language model do next
+
+    def _describe(self, place: Place) -> Description:
+        """With its head, if there is a language model and it can be."""
+        described = families.describe(place, with_head=place.language_model is not None)
+        if isinstance(described, str) and place.language_model is not None:
+            reason, described = described, families.describe(place)
+            if isinstance(described, Description):
+                self._tell_once(f"the loss is computed here, not by devices: {reason}")
+        if isinstance(described, str):
+            raise UnfitError(described)
+        stack = described.stack
+        known = self._stacks.get(stack.head is not None)
+        if known is None or known != stack:
+            self._stacks[stack.head is not None] = known = stack
+        return Description(stack=known, parameters=described.parameters)  # the very object the fleet may know
+
+    def tell(self, reason: str) -> None:
+        self._tell_once(f"layers are computed gemm by gemm, not as a stack: {reason}")
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self._say(text)
+
+
+@functools.cache
+def _signature(kind: Any) -> inspect.Signature:
+    return inspect.signature(kind.forward)
+
+
+def _given(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
+    """What a module is called with, by name."""
+    given = _signature(original(module)).bind(module, *args, **kwargs).arguments
+    others = given.pop("kwargs", {})
+    return {**given, **others}
+
+
+def _without_cache(given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Unless one is asked for: nobody reads keys and values that come with a gradient or a loss."""
+    is_asked = given.get("use_cache") is not None or given.get("past_key_values") is not None
+    is_positional = "use_cache" in given and "use_cache" not in kwargs
+    if is_asked or is_positional or _is_packed(given):
+        return kwargs
+    return {**kwargs, "use_cache": False}
+
+
+def _is_packed(given: dict[str, Any]) -> bool:
+    """Whether transformers would see several sequences in one, which it does not where there is a cache."""
+    positions = given.get("position_ids")
+    return positions is not None and given.get("attention_mask") is None and bool((positions.diff() != 1).any())
+
+
+def _check_call(x: torch.Tensor, given: dict[str, Any]) -> None:
+    if x.dim() != 3 or x.numel() == 0 or x.dtype not in SENT or x.device.type == "meta":
+        raise UnfitError(f"its input is {tuple(x.shape)} in {x.dtype} on {x.device.type}, expected sequences of floats")
+    if torch.compiler.is_compiling():
+        raise UnfitError("it is being compiled")
+    if _active_collector is not None and _active_collector.get():
+        raise UnfitError("hidden states or attentions of layers are asked for")
+    for name, value in given.items():
+        if name not in _HARMLESS and name != "self" and value is not None and value is not False:
+            if name == "is_causal" and value is True:
+                continue
+            raise UnfitError(f"layers are given {name}, which devices do not know")
+
+
+def _request(model: Any, given: dict[str, Any]) -> _Request | None:
+    """None if someone wants more than the loss, or another loss."""
+    labels, keep = given.get("labels"), given.get("logits_to_keep", 0)
+    if (
+        labels is None
+        or not model.training
+        or not torch.is_grad_enabled()
+        or model.loss_function is not ForCausalLMLoss
+        or not (isinstance(keep, int) and keep == 0)
+        or given.get("return_dict", model.config.return_dict) is False
+    ):
+        return None
+    loss = {
+        name: value for name, value in given.items() if name in ("num_items_in_batch", "ignore_index", "shift_labels")
+    }
+    targets = targets_of(labels, model.config.vocab_size, **loss)
+    return None if targets is None else _Request(model, targets)

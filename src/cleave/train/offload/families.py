@@ -1,0 +1,250 @@
+# pyright: standard
+"""Which models are decoder stacks the fleet knows, and what such a stack consists of.
+
+`find` recognises the bases of Llama, Mistral, Qwen2, OPT and GPT-2 inside any model; `describe` says what one is as it
+stands at this moment, in the words of `wire/stack.py`, or why those words do not suffice. That is cheap enough to be
+asked anew on every call, so adapters, dropout, hooks and frozen weights may change in between. It runs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from cleave.protocol.decoder import Parameter, Stack
+from cleave.protocol.programs import Attention, Head, Mlp, Part
+from cleave.train.offload.pieces import (
+    Table,
+    UnknownError,
+    check_dropout,
+    check_hooks,
+    check_kinds,
+    describe_activation,
+    describe_norm,
+    describe_weight,
+    shape,
+)
+from cleave.train.offload.swap import original
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A decoder stack inside a model."""
+
+    base: nn.Module
+    language_model: nn.Module | None
+    """Whose loss may be computed with the stack."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Description:
+    stack: Stack
+    parameters: tuple[nn.Parameter, ...]
+    """Those of the stack, in its order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Family:
+    language_model: str
+    base: str
+    """Where the language model has its base."""
+    layers: str
+    norm: str
+    describe: Callable[[Table, nn.Module, Any], tuple[Attention, Mlp]]
+
+
+def find(model: nn.Module) -> list[Place]:
+    places: list[Place] = []
+    for base in model.modules():
+        family = _family(base)
+        if family is None:
+            continue
+        owners = (
+            module
+            for module in model.modules()
+            if original(module).__name__ == family.language_model
+            and original(module).__module__ == original(base).__module__
+            and operator.attrgetter(family.base)(module) is base
+        )
+        places.append(Place(base=base, language_model=next(owners, None)))
+    return places
+
+
+def layers(base: nn.Module) -> nn.ModuleList:
+    family = _family(base)
+    assert family is not None, "find gave it"
+    return getattr(base, family.layers)
+
+
+def describe(place: Place, *, with_head: bool = False) -> Description | str:
+    """The stack as it would compute now, or why it cannot be described; with a head: the last norm and the loss too."""
+    family = _family(place.base)
+    assert family is not None, "find gave it"
+    try:
+        return _describe(family, place, with_head)
+    except UnknownError as unknown:
+        return str(unknown)
+
+
+def _family(module: nn.Module) -> _Family | None:
+    kind = original(module)
+    return _FAMILIES.get(kind.__name__) if kind.__module__.startswith("transformers.models.") else None
+
+
+def _describe(family: _Family, place: Place, with_head: bool) -> Description:
+    base: Any = place.base
+    blocks: nn.ModuleList = getattr(base, family.layers)
+    if not len(blocks) or len(set(blocks)) != base.config.num_hidden_layers:
+        raise UnknownError(f"it has {len(blocks)} layers, its config says {base.config.num_hidden_layers}")
+    if base.config._attn_implementation not in ("sdpa", "eager"):
+        raise UnknownError(f"attention is {base.config._attn_implementation}; load the model with sdpa or eager")
+    if base.training and getattr(base, "layerdrop", 0.0) > 0.0:
+        raise UnknownError(f"layers are dropped with probability {base.layerdrop}; set layerdrop to 0")
+    table = Table()
+    parts: list[Part] = []
+    for block in blocks:
+        if not _returns_tensor(original(block)):
+            raise UnknownError(f"{original(block).__name__} returns a tuple; update transformers")
+        check_hooks(block)
+        parts += family.describe(table, block, base.config)
+    head = _head(table, family, place) if with_head else None
+    stack = Stack(
+        hidden=base.config.hidden_size,
+        parts=tuple(parts),
+        head=head,
+        parameters=tuple(Parameter(*shape(one), is_trained=one.requires_grad) for one in table.parameters),
+        views=tuple(table.views),
+    )
+    return Description(stack=stack, parameters=tuple(table.parameters))
+
+
+def _head(table: Table, family: _Family, place: Place) -> Head:
+    base: Any = place.base
+    model: Any = place.language_model
+    last = getattr(base, family.norm)
+    if getattr(base, "project_out", None) is not None:
+        raise UnknownError("there is a projection between its last norm and the vocabulary")
+    check_hooks(base, deep=False)
+    for module in (last, model.lm_head):
+        if module is not None:
+            check_hooks(module)
+    norm = None if last is None else describe_norm(table, last)
+    head = Head(norm=norm, weight=describe_weight(table, model.lm_head))
+    if table.views[head.weight.weight].rows != (0, base.config.vocab_size):
+        raise UnknownError("its head has another vocabulary than its config says")
+    return head
+
+
+@functools.cache
+def _returns_tensor(kind: Any) -> bool:
+    annotation = inspect.signature(kind.forward).return_annotation
+    return annotation is torch.Tensor or annotation == "torch.Tensor"
+
+
+# ------------------------------------------------------------------------------------------------ families
+
+
+def _llama(table: Table, layer: Any, config: Any) -> tuple[Attention, Mlp]:
+    """Mistral and Qwen2 too, whose layers have the same names."""
+    attention, mlp = layer.self_attn, layer.mlp
+    check_kinds(layer, self_attn="Attention", mlp="MLP", input_layernorm="RMSNorm", post_attention_layernorm="RMSNorm")
+    check_dropout(attention, attention.attention_dropout, "attention_dropout")
+    if hasattr(attention, "layer_type"):  # Qwen2
+        window = attention.sliding_window
+    else:
+        window = getattr(config, "sliding_window", None) if original(layer).__name__.startswith("Mistral") else None
+    return (
+        Attention(
+            norm=describe_norm(table, layer.input_layernorm),
+            q=describe_weight(table, attention.q_proj),
+            k=describe_weight(table, attention.k_proj),
+            v=describe_weight(table, attention.v_proj),
+            o=describe_weight(table, attention.o_proj),
+            head_dim=attention.head_dim,
+            scale=attention.scaling,
+            is_rotary=True,
+            window=window,
+        ),
+        Mlp(
+            norm=describe_norm(table, layer.post_attention_layernorm),
+            gate=describe_weight(table, mlp.gate_proj),
+            up=describe_weight(table, mlp.up_proj),
+            down=describe_weight(table, mlp.down_proj),
+            activation=describe_activation(mlp.act_fn),
+        ),
+    )
+
+
+def _opt(table: Table, layer: Any, config: Any) -> tuple[Attention, Mlp]:
+    attention = layer.self_attn
+    check_kinds(layer, self_attn="Attention")
+    if not layer.do_layer_norm_before:
+        raise UnknownError("its norms come after the layers (OPT-350m), which devices do not know")
+    check_dropout(layer, layer.dropout, "dropout")
+    check_dropout(attention, attention.dropout, "attention_dropout")
+    return (
+        Attention(
+            norm=describe_norm(table, layer.self_attn_layer_norm),
+            q=describe_weight(table, attention.q_proj),
+            k=describe_weight(table, attention.k_proj),
+            v=describe_weight(table, attention.v_proj),
+            o=describe_weight(table, attention.out_proj),
+            head_dim=attention.head_dim,
+            scale=attention.scaling,
+        ),
+        Mlp(
+            norm=describe_norm(table, layer.final_layer_norm),
+            up=describe_weight(table, layer.fc1),
+            down=describe_weight(table, layer.fc2),
+            activation=describe_activation(layer.activation_fn),
+        ),
+    )
+
+
+def _gpt2(table: Table, layer: Any, config: Any) -> tuple[Attention, Mlp]:
+    attention, mlp = layer.attn, layer.mlp
+    check_kinds(layer, attn="Attention", mlp="MLP")
+    check_dropout(attention, attention.attn_dropout.p, "attn_pdrop")
+    check_dropout(attention, attention.resid_dropout.p, "resid_pdrop")
+    check_dropout(mlp, mlp.dropout.p, "resid_pdrop")
+    return (
+        Attention(
+            norm=describe_norm(table, layer.ln_1),
+            q=describe_weight(table, attention.c_attn, 0, 3),
+            k=describe_weight(table, attention.c_attn, 1, 3),
+            v=describe_weight(table, attention.c_attn, 2, 3),
+            o=describe_weight(table, attention.c_proj),
+            head_dim=attention.head_dim,
+            scale=attention.scaling,
+        ),
+        Mlp(
+            norm=describe_norm(table, layer.ln_2),
+            up=describe_weight(table, mlp.c_fc),
+            down=describe_weight(table, mlp.c_proj),
+            activation=describe_activation(mlp.act),
+        ),
+    )
+
+
+_FAMILIES = {
+    "LlamaModel": _Family(
+        language_model="LlamaForCausalLM", base="model", layers="layers", norm="norm", describe=_llama
+    ),
+    "MistralModel": _Family(
+        language_model="MistralForCausalLM", base="model", layers="layers", norm="norm", describe=_llama
+    ),
+    "Qwen2Model": _Family(
+        language_model="Qwen2ForCausalLM", base="model", layers="layers", norm="norm", describe=_llama
+    ),
+    "OPTDecoder": _Family(
+        language_model="OPTForCausalLM", base="model.decoder", layers="layers", norm="final_layer_norm", describe=_opt
+    ),
+    "GPT2Model": _Family(language_model="GPT2LMHeadModel", base="transformer", layers="h", norm="ln_f", describe=_gpt2),
+}

@@ -1,0 +1,162 @@
+# pyright: standard
+"""The pieces decoder layers are made of, as devices are told of them: linear layers, LoRA, norms, activations.
+
+Each function turns a module into its description, or raises `UnknownError` with the reason why it has none. Modules may
+be distributed already. Which pieces a layer has, and where, is for `train/architectures.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import torch
+from torch import nn
+
+from cleave.protocol.decoder import Range, View
+from cleave.protocol.programs import Activation, Norm, Weight
+from cleave.train.offload.swap import original
+
+try:
+    from transformers.pytorch_utils import Conv1D
+except ImportError:  # transformers is only needed for its models
+    Conv1D = None
+
+SENT = {torch.float32, torch.bfloat16, torch.float16}
+"""What a matrix may consist of to be sent."""
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "GELUActivation": "gelu",
+    "NewGELUActivation": "gelu_tanh",
+    "FastGELUActivation": "gelu_tanh",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+    "ReLU": "relu",
+}
+
+
+class UnknownError(Exception):
+    """A reason why there is no description, and what would help."""
+
+
+class Table:
+    """Numbers views of parameters, each parameter once."""
+
+    def __init__(self) -> None:
+        self.parameters: list[nn.Parameter] = []
+        self.views: list[View] = []
+        self._numbers: dict[int, int] = {}
+
+    def view(self, parameter: Any, rows: Range | None = None, cols: Range | None = None) -> int:
+        if not isinstance(parameter, nn.Parameter) or parameter.dtype not in SENT or parameter.device.type == "meta":
+            raise UnknownError("a weight is no plain parameter of 16 or 32 bits (quantised, or computed from others)")
+        number = self._numbers.setdefault(id(parameter), len(self.parameters))
+        if number == len(self.parameters):
+            self.parameters.append(parameter)
+        height, width = shape(parameter)
+        self.views.append(View(number, rows or (0, height), cols or (0, width)))
+        return len(self.views) - 1
+
+
+def shape(parameter: torch.Tensor) -> tuple[int, int]:
+    return (1, parameter.shape[0]) if parameter.dim() == 1 else (parameter.shape[0], parameter.shape[1])
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether it computes X W^T + b and nothing else: a subclass with a forward of its own does not."""
+    plain = {nn.Linear.forward} | ({Conv1D.forward} if Conv1D is not None else set())
+    return isinstance(module, nn.Linear | (Conv1D or nn.Linear)) and original(module).forward in plain
+
+
+def check_hooks(module: nn.Module, *, deep: bool = True) -> None:
+    for name, inner in module.named_modules() if deep else [("", module)]:
+        hooks = [*inner._forward_hooks.values(), *inner._forward_pre_hooks.values()]
+        hooks += [*inner._backward_hooks.values(), *inner._backward_pre_hooks.values()]
+        # transformers leaves one on each layer that does nothing unless hidden states are asked for
+        hooks = [hook for hook in hooks if getattr(hook, "__name__", "") != "output_capturing_hook"]
+        if hooks or "forward" in inner.__dict__:
+            raise UnknownError(f"{name or type(module).__name__} has hooks, which would see nothing; remove them")
+
+
+def check_kinds(layer: nn.Module, **kinds: str) -> None:
+    """That a layer's own pieces are those its family came with."""
+    family = original(layer).__name__.removesuffix("DecoderLayer").removesuffix("Block")
+    for name, kind in kinds.items():
+        came = original(getattr(layer, name)).__name__
+        if came != family + kind:
+            raise UnknownError(f"{name} is a {came}, not a {family}{kind}")
+
+
+def check_dropout(module: nn.Module, probability: float, name: str) -> None:
+    if module.training and probability > 0.0:
+        advice = f"load the model (or its adapters) with {name}=0.0, as one trains large models"
+        raise UnknownError(f"dropout {probability:g} inside the layers cannot be told to devices; {advice}")
+
+
+def describe_activation(module: nn.Module) -> Activation:
+    name = original(module).__name__
+    if name not in _ACTIVATIONS:
+        raise UnknownError(f"its activation {name} is none that devices know ({', '.join(sorted(_ACTIVATIONS))})")
+    return _ACTIVATIONS[name]
+
+
+def describe_norm(table: Table, module: Any) -> Norm:
+    if type(module) is nn.LayerNorm:
+        if module.weight is None:
+            raise UnknownError("its norms have no weights")
+        bias = None if module.bias is None else table.view(module.bias)
+        return Norm(kind="layer", eps=module.eps, weight=table.view(module.weight), bias=bias)
+    if not original(module).__name__.endswith("RMSNorm") or not hasattr(module, "variance_epsilon"):
+        raise UnknownError(f"its norm {type(module).__name__} is none that devices know")
+    return Norm(kind="rms", eps=module.variance_epsilon, weight=table.view(module.weight))
+
+
+def describe_weight(table: Table, module: Any, part: int = 0, of: int = 1) -> Weight:
+    """One of `of` equal shares of a linear layer's outputs."""
+    lora = module if _is_lora(module) else None
+    module = module if lora is None else lora.base_layer
+    if not is_linear(module):
+        raise UnknownError(f"{type(module).__name__} is no plain linear layer")
+    is_transposed = Conv1D is not None and isinstance(module, Conv1D)
+    outputs = module.weight.shape[1 if is_transposed else 0]
+    share = (part * outputs // of, (part + 1) * outputs // of)
+    described = Weight(
+        weight=table.view(module.weight, *((None, share) if is_transposed else (share, None))),
+        is_transposed=is_transposed,
+        bias=None if module.bias is None else table.view(module.bias, None, share),
+    )
+    name = None if lora is None else _adapter(lora)
+    if lora is None or name is None:
+        return described
+    down, up = table.view(lora.lora_A[name].weight), table.view(lora.lora_B[name].weight, share)
+    return msgspec.structs.replace(described, adapter=(down, up), scale=float(lora.scaling[name]))
+
+
+def _is_lora(module: nn.Module) -> bool:
+    kind = type(module)
+    return kind.__name__ == "Linear" and kind.__module__.startswith("peft.tuners.lora.")
+
+
+def _adapter(lora: Any) -> str | None:
+    """The name of the adapter that is added to a layer's output, if there is one."""
+    if lora.disable_adapters and lora.merged:
+        raise UnknownError("its adapters are merged and disabled; unmerge them")
+    if lora.disable_adapters or lora.merged:
+        return None
+    active = [name for name in lora.active_adapters if name in lora.lora_A]
+    if not active:
+        return None
+    if len(active) > 1:
+        raise UnknownError(f"{len(active)} adapters are active at once; activate one")
+    (name,) = active
+    if name in getattr(lora, "lora_variant", {}) or getattr(lora, "use_dora", {}).get(name):
+        raise UnknownError("its adapters are a variant of LoRA, not plain LoRA")
+    dropout = lora.lora_dropout[name]
+    if not isinstance(dropout, nn.Identity):
+        check_dropout(dropout, getattr(dropout, "p", 1.0), "lora_dropout")
+    for inner in (lora.lora_A[name], lora.lora_B[name]):
+        if not is_linear(inner) or inner.bias is not None:
+            raise UnknownError("its adapters have biases, or are no plain linear layers")
+    return name

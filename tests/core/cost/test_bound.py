@@ -1,0 +1,169 @@
+"""Laws of the lower bounds: what they are, what they bound, how they move."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.support import fleets
+
+from cleave.core.cost.bound import bound_2d, bound_3d, by_worth, ideal_overlap_bound, least_time, volume_within
+from cleave.core.cost.gemm import WIRE_BYTES, Server, WireFormat, area_within, finish_s, unit_costs
+from cleave.core.fleet.profiles import Profiles
+from cleave.core.model.gemms import Gemm
+
+wires = st.sampled_from(fleets.WIRES)
+ROOMY = ("usual", "wild", "narrow", "twins", "mixed")
+TOLERANCE = 3e-6  # of the bisection on the logarithm of time
+
+
+def scalar_bound_2d_s(fleet: Profiles, gemm: Gemm, wire: WireFormat) -> float:
+    """By plain halving, device by device; memory left aside."""
+    size, short, long = WIRE_BYTES[wire], min(gemm.m, gemm.n), max(gemm.m, gemm.n)
+
+    def area(i: int, t: float) -> float:
+        tau = t - fleet.latency_s[i]
+        if tau <= 0:
+            return 0.0
+        al = size * gemm.k / fleet.down_bytes_per_s[i]
+        be = max(2 * gemm.k / fleet.flops_per_s[i], size / fleet.up_bytes_per_s[i])
+
+        def finish(rows: float, cols: float) -> float:
+            d, m = al * (rows + cols), be * rows * cols
+            return d if d >= 2 * m else m + d * d / (4 * m)
+
+        if finish(short, short) > tau:
+            side = _largest(lambda s: finish(s, s) <= tau, short)
+            return side * side
+        return short * _largest(lambda s: finish(short, s) <= tau, long)
+
+    low, high = 0.0, 1.0
+    target = gemm.m * gemm.n
+    while sum(area(i, high) for i in range(len(fleet))) < target * (1 - 1e-12):
+        low, high = high, high * 2
+    while high - low > 1e-7 * high:
+        middle = (low + high) / 2
+        done = sum(area(i, middle) for i in range(len(fleet))) >= target * (1 - 1e-12)
+        low, high = (low, middle) if done else (middle, high)
+    return high
+
+
+def _largest(holds, most: float) -> float:
+    if holds(most):
+        return float(most)
+    low, high = 0.0, float(most)
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
+
+
+@settings(max_examples=15)
+@given(fleets.fleets(most=4, kinds=("usual", "wild", "narrow")), fleets.gemms(), wires)
+def test_the_2d_bound_is_what_plain_bisection_gives(fleet: Profiles, gemm: Gemm, wire: WireFormat) -> None:
+    unit = unit_costs(fleet, wire, Server()).with_boundless_memory()
+    assert bound_2d(unit, gemm, Server()) == pytest.approx(scalar_bound_2d_s(fleet, gemm, wire), rel=1e-5)
+
+
+@settings(max_examples=12)
+@given(fleets.fleets(most=20, kinds=ROOMY), fleets.gemms(), wires, fleets.servers)
+def test_bounds_are_ordered(fleet: Profiles, gemm: Gemm, wire: WireFormat, server: Server) -> None:
+    """More freedom, lower bound: splitting the inner dimension, no cap, complete overlap."""
+    unit = unit_costs(fleet, wire, server).with_boundless_memory()
+    flat, deep = bound_2d(unit, gemm, Server()), bound_3d(unit, gemm, Server())
+    assert deep <= flat * (1 + TOLERANCE)
+    assert ideal_overlap_bound(unit, gemm) <= deep * (1 + TOLERANCE)
+    assert bound_2d(unit, gemm, server) >= flat * (1 - TOLERANCE)
+    assert bound_3d(unit, gemm, server) >= deep * (1 - TOLERANCE)
+
+
+@settings(max_examples=10)
+@given(fleets.fleets(most=20), fleets.gemms(), wires, st.integers(0, 2**31))
+def test_bounds_fall_when_the_fleet_gets_better(fleet: Profiles, gemm: Gemm, wire: WireFormat, seed: int) -> None:
+    up = np.random.default_rng(seed).uniform(1, 2, (5, len(fleet)))
+    better = fleets.of(
+        fleet.flops_per_s * up[0],
+        fleet.down_bytes_per_s * up[1],
+        fleet.up_bytes_per_s * up[2],
+        fleet.latency_s / up[3],
+        fleet.memory_bytes * up[4],
+    )
+    old, new = (unit_costs(x, wire, Server()) for x in (fleet, better))
+    assert bound_2d(new, gemm, Server()) <= bound_2d(old, gemm, Server()) * (1 + TOLERANCE)
+    assert bound_3d(new, gemm, Server()) <= bound_3d(old, gemm, Server()) * (1 + TOLERANCE)
+
+
+@settings(max_examples=8)
+@given(fleets.fleets(most=20), fleets.gemms(), st.floats(1, 10), fleets.servers)
+def test_a_wider_server_link_never_raises_a_bound(fleet: Profiles, gemm: Gemm, factor: float, server: Server) -> None:
+    unit = unit_costs(fleet, "bf16", server)
+    wider = Server(
+        down_bytes_per_s=server.down_bytes_per_s * factor,
+        up_bytes_per_s=server.up_bytes_per_s * factor,
+        flops_per_s=server.flops_per_s,
+    )
+    assert bound_2d(unit, gemm, wider) <= bound_2d(unit, gemm, server) * (1 + TOLERANCE)
+    assert bound_3d(unit, gemm, wider) <= bound_3d(unit, gemm, server) * (1 + TOLERANCE)
+
+
+@settings(max_examples=25)
+@given(st.floats(0, 0.5), st.integers(1, 500), st.integers(1, 500), st.integers(1, 500), wires)
+def test_one_device_is_bounded_by_the_whole_gemm_alone(
+    latency: float, m: int, n: int, k: int, wire: WireFormat
+) -> None:
+    """In 2D it has no other choice; in 3D neither, as one device does one block."""
+    gemm = Gemm(m=m, n=n, k=k)
+    unit = unit_costs(fleets.one(latency=latency, memory=1e12), wire, Server())
+    alone = finish_s(unit, np.array([float(m)]), np.array([float(n)]), float(k))[0]
+    assert bound_2d(unit, gemm, Server()) == pytest.approx(alone, rel=1e-5)
+    assert bound_3d(unit, gemm, Server()) == pytest.approx(alone, rel=1e-5)
+
+
+@settings(max_examples=25)
+@given(fleets.fleets(most=10, kinds=ROOMY), fleets.gemms(), fleets.servers)
+def test_the_server_link_bounds_the_whole_output(fleet: Profiles, gemm: Gemm, server: Server) -> None:
+    """Without a block of its own the server takes in the output once, and sends each operand at least once."""
+    capped = Server(down_bytes_per_s=server.down_bytes_per_s, up_bytes_per_s=server.up_bytes_per_s)
+    unit = unit_costs(fleet, "bf16", capped)
+    ingress_s = 2 * gemm.m * gemm.n / capped.up_bytes_per_s
+    egress_s = 2 * gemm.k * 2 * np.sqrt(float(gemm.m) * gemm.n) / capped.down_bytes_per_s
+    assert bound_2d(unit, gemm, capped) >= max(ingress_s, egress_s) * (1 - TOLERANCE)
+    assert bound_3d(unit, gemm, capped) >= ingress_s * (1 - TOLERANCE)
+
+
+@settings(max_examples=100)
+@given(fleets.fleets(most=3), fleets.gemms(), wires, st.floats(-3, 3), st.integers(0, 2**31))
+def test_no_block_in_time_beats_the_volume_within(
+    fleet: Profiles, gemm: Gemm, wire: WireFormat, log_deadline: float, seed: int
+) -> None:
+    unit, deadline = unit_costs(fleet, wire, Server()).with_boundless_memory(), 10.0**log_deadline
+    most = volume_within(unit, deadline, gemm)
+    short, long = float(min(gemm.m, gemm.n)), float(max(gemm.m, gemm.n))
+    for thickness in np.exp(np.random.default_rng(seed).uniform(0, np.log(gemm.k), 50)):
+        volume = thickness * area_within(unit, deadline, short, long, thickness)
+        assert (volume <= most * (1 + 1e-3) + 1e-9).all()
+
+
+@settings(max_examples=25)
+@given(fleets.fleets(most=30), fleets.gemms(), st.floats(-2, 3))
+def test_worth_ranks_areas_and_drops_the_useless(fleet: Profiles, gemm: Gemm, log_deadline: float) -> None:
+    server = Server(flops_per_s=1e9)
+    unit, deadline = unit_costs(fleet, "bf16", server), 10.0**log_deadline
+    ranked = by_worth(unit, gemm, deadline)
+    short, long = float(min(gemm.m, gemm.n)), float(max(gemm.m, gemm.n))
+    areas = area_within(unit, deadline, short, long, gemm.k)
+    assert set(ranked.tolist()) == set(np.flatnonzero(areas > 0).tolist())
+    assert ranked[0] == len(fleet)  # the server itself, whose bytes are free
+    assert (np.diff(areas[ranked[1:]]) <= 0).all()
+
+
+@given(st.floats(-6, 6), st.floats(0.6, 3), st.floats(0, 10))
+def test_least_time_inverts_an_increasing_function(log_target: float, power: float, delay: float) -> None:
+    target = 10.0**log_target
+    found = least_time(lambda t: max(t - delay, 0.0) ** power, target)
+    assert found == pytest.approx(delay + target ** (1 / power), rel=TOLERANCE)
+
+
+def test_work_that_never_suffices_takes_forever() -> None:
+    assert least_time(lambda t: 1 - 1 / (1 + t), 2.0) == np.inf

@@ -1,0 +1,194 @@
+"""Laws of columns for any fleet: they tile the plane, hold what fits, and no single way of cutting a step is faster."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from tests.support import fleets
+
+from cleave.core.cost.gemm import Server, WireFormat
+from cleave.core.cost.resident import lean_terms, stack, sublayers_of, units
+from cleave.core.fleet.profiles import Profiles
+from cleave.core.model.shapes import named
+from cleave.core.plan.resident.large_fleet import ResidentPlan, plan_resident
+from cleave.core.plan.resident.plane import rectangles, worth_of_one_more
+from cleave.core.plan.rivals import Case, all_rivals, attention_by_heads_s
+from cleave.core.plan.step import choose_step, plan_step
+from cleave.errors import InfeasibleError, InputError
+
+QUICK = (Phase.explicit, Phase.reuse, Phase.generate)
+SHAPE = replace(named("opt-125m"), layers=3, hidden=256, embed_dim=256, ffn=1024, heads=4, kv_heads=4, vocab=2000)
+S = 256
+some_fleets = fleets.fleets(least=2, most=24, kinds=("usual", "wild", "narrow", "twins", "mixed"))
+
+
+def planned(
+    fleet: Profiles,
+    sequences: int = 16,
+    wire: WireFormat = "bf16",
+    server: Server | None = None,
+    previous: ResidentPlan | None = None,
+) -> ResidentPlan:
+    return plan_resident(fleet, SHAPE, sequences * S, sequence=S, wire=wire, server=server, previous=previous)
+
+
+def check(plan: ResidentPlan, fleet: Profiles) -> None:
+    """Everything that holds of any plan, worked out anew from its stages."""
+    sublayers = sublayers_of(plan.shape)
+    of = stack(sublayers, hidden=plan.shape.hidden, sequence=plan.sequence, terms=lean_terms(plan.wire))
+    assert [stage.first for stage in plan.stages] == [
+        0,
+        *np.cumsum([stage.count for stage in plan.stages])[:-1].tolist(),
+    ]
+    tiles = rectangles(plan)
+    area = sum((tile.params[1] - tile.params[0]) * (tile.tokens[1] - tile.tokens[0]) for tile in tiles)
+    assert area == pytest.approx(plan.tokens * sum(sublayer.params for sublayer in sublayers))
+    columns: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for tile in tiles:
+        columns.setdefault((tile.stage, tile.part), []).append(tile.tokens)
+    for tokens in columns.values():
+        assert [0, *(bottom for _, bottom in tokens)] == [*(top for top, _ in tokens), plan.tokens]
+
+    for part in plan.rounds:
+        holders = [device for stage in part.stages for device in stage.devices]
+        assert len(holders) == len(set(holders)), "a device is in one column of a round"
+        chunk, number_s = part.recipe.chunk, 0.0
+        for stage in part.stages:
+            held = units(of, *(np.array([x]) for x in (stage.first, stage.count, len(stage.slices))), chunk=chunk)
+            for column in stage.slices:
+                for device, sequences in column:
+                    rows = sequences * plan.sequence
+                    assert held.memory_bytes[0] <= fleet.memory_bytes[device]
+                    if held.takes_sequences[0]:
+                        assert sequences == pytest.approx(round(sequences))
+                    busy_s = max(
+                        rows * held.down_bytes_per_row[0] / fleet.down_bytes_per_s[device],
+                        rows * held.up_bytes_per_row[0] / fleet.up_bytes_per_s[device],
+                        rows * held.flops_per_row[0] / fleet.flops_per_s[device],
+                    )
+                    assert busy_s <= part.activation_s * (1 + 1e-9)
+                    number_s = max(number_s, float(held.sync_up_bytes[0]) / fleet.up_bytes_per_s[device])
+        assert number_s <= (part.synchronisation_s + part.fill_s) * (1 + 1e-9)
+    used = {fleet.names[tile.device] for tile in tiles}
+    assert used.isdisjoint(plan.left_out)
+    assert used | set(plan.left_out) == set(fleet.names)
+    assert plan.step_s == pytest.approx(plan.activation_s + plan.synchronisation_s + plan.fill_s)
+    assert plan.step_s >= plan.bound_s * 0.999
+
+
+@settings(phases=QUICK, max_examples=12)
+@given(some_fleets, st.integers(1, 24), st.sampled_from(fleets.WIRES), fleets.servers)
+def test_every_token_meets_every_parameter_once_and_all_fits(
+    fleet: Profiles, sequences: int, wire: WireFormat, server: Server
+) -> None:
+    try:
+        plan = planned(fleet, sequences, wire, server)
+    except InfeasibleError:
+        return
+    check(plan, fleet)
+
+
+def test_a_model_beyond_the_fleets_memory_goes_in_rounds() -> None:
+    shape = named("opt-125m")
+    small = replace(fleets.narrow(6, 1), memory_bytes=np.full(6, 4 * sum(s.params for s in sublayers_of(shape)) / 6))
+    plan = plan_resident(small, shape, 8 * S, sequence=S)
+    assert len(plan.rounds) > 1
+    check(plan, small)
+
+
+def test_what_fits_nowhere_is_said_with_numbers() -> None:
+    with pytest.raises(InfeasibleError, match="GB"):
+        planned(replace(fleets.narrow(3, 1), memory_bytes=np.full(3, 1e6)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "server"),
+    [
+        ("usual", 12, Server()),
+        ("narrow", 4, Server(down_bytes_per_s=2e7, up_bytes_per_s=2e7, flops_per_s=1e9)),
+    ],
+)
+def test_no_single_way_of_cutting_a_step_is_faster(kind: fleets.Kind, count: int, server: Server) -> None:
+    fleet, shape, tokens = fleets.build(kind, count, 3), SHAPE, 4 * S
+    chosen = choose_step(fleet, shape, tokens, sequence=S, server=server)
+    case = Case(profiles=fleet, shape=shape, tokens=tokens, sequence=S, wire="bf16", server=server)
+    assert chosen.step_s <= plan_resident(fleet, shape, tokens, sequence=S, server=server).step_s
+    gemms = plan_step(fleet, shape, tokens, sequence=S, server=server, split="2d")
+    attention_s = 0.0 if gemms.attention_s else attention_by_heads_s(case)
+    assert chosen.step_s <= gemms.step_s + attention_s
+    for rival in all_rivals(case):
+        if rival.name not in ("grouped gemms", "gemms one by one"):  # lower bounds of the plans above
+            assert chosen.step_s <= rival.step_s
+    assert chosen.step_s >= chosen.bound_s
+
+
+def test_a_rival_that_wins_is_named() -> None:
+    fast = fleets.of(*(np.full(4, x) for x in (1e12, 1e9, 1e9, 0.5, 1e11)))
+    chosen = choose_step(fast, SHAPE, 64 * S, sequence=S)
+    assert chosen.plan is None
+    assert chosen.arrangement.startswith(chosen.rivals[0].name)
+    assert chosen.step_s == chosen.rivals[0].step_s
+
+
+def test_joining_devices_never_slow_a_plan_that_stands() -> None:
+    fleet = fleets.usual(20, 5)
+    plan = planned(fleet.take(np.arange(12)))
+    for count in (14, 17, 20):
+        more = planned(fleet.take(np.arange(count)), previous=plan)
+        assert more.step_s <= plan.step_s * (1 + 1e-9)
+        plan = more
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_devices_that_join_do_not_make_a_first_plan_much_slower(seed: int) -> None:
+    """The search is no exhaustive one: a few per cent are what its steps are worth."""
+    fleet = fleets.usual(24, seed)
+    assert planned(fleet).step_s <= planned(fleet.take(np.arange(18))).step_s * 1.05
+
+
+def test_a_plan_is_made_again_without_a_device_that_left() -> None:
+    fleet = fleets.usual(16, 6)
+    plan = planned(fleet)
+    gone = plan.stages[0].devices[0]
+    rest = fleet.take(np.delete(np.arange(16), gone))
+    again = planned(rest, previous=plan)
+    check(again, rest)
+    assert again.step_s <= planned(rest).step_s * 1.1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_the_order_of_devices_changes_nothing_but_their_numbers(seed: int) -> None:
+    fleet = fleets.usual(14, 9)
+    mixed = np.random.default_rng(seed).permutation(14)
+    plan, other = planned(fleet), planned(fleet.take(mixed))
+    assert other.step_s == pytest.approx(plan.step_s, rel=1e-9)
+    assert [stage.devices for stage in plan.stages] == [
+        tuple(mixed[list(stage.devices)].tolist()) for stage in other.stages
+    ]
+
+
+def test_a_narrower_wire_is_faster_and_a_server_cap_is_not() -> None:
+    fleet = fleets.usual(16, 7)
+    free = planned(fleet).step_s
+    assert planned(fleet, wire="int8").step_s < free < planned(fleet, wire="fp32").step_s
+    capped = planned(fleet, server=Server(down_bytes_per_s=1e6, up_bytes_per_s=1e6))
+    assert capped.step_s > free
+    assert capped.limit == "server"
+
+
+def test_one_more_device_is_worth_the_more_the_better_it_is() -> None:
+    fleet = replace(fleets.usual(30, 8), device_class=())
+    worth = list(worth_of_one_more(planned(fleet), fleet).values())
+    assert len(worth) == 4
+    assert 0 <= worth[0] <= worth[3] < planned(fleet).step_s
+    classes = tuple("ab"[number % 2] for number in range(30))
+    assert set(worth_of_one_more(planned(fleet), replace(fleet, device_class=classes))) == {"a", "b"}
+
+
+def test_tokens_must_be_whole_sequences() -> None:
+    with pytest.raises(InputError, match="multiple"):
+        choose_step(fleets.usual(4, 1), SHAPE, 1000, sequence=S)

@@ -1,0 +1,272 @@
+"""Laws of a layer's plan: its blocks tile each gemm and fit where they go; rows are shared out as well as can be."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from tests.support import fleets, tilings
+
+from cleave.core.cost.gemm import WireFormat
+from cleave.core.fleet.profiles import Floats, Ints, Profiles
+from cleave.core.model.gemms import Gemm, Role
+from cleave.core.plan.gemm.layer import DEVICE_BYTES, Block, Linear, LinearPlan, fill, fit, plan_linear
+from cleave.errors import InfeasibleError
+
+QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a fleet is (kind, count, seed): shrinking it says no more
+ROLES: tuple[tuple[Role, ...], ...] = (
+    ("forward", "grad_input", "grad_weight"),
+    ("forward", "grad_input"),
+    ("forward",),
+    ("grad_input",),
+    ("grad_weight",),
+)
+wires = st.sampled_from(fleets.WIRES)
+sizes = st.one_of(st.sampled_from([1, 2, 3, 7, 64, 768]), st.integers(1, 300), st.integers(1, 4000))
+linears = st.builds(Linear, tokens=sizes, in_width=sizes, out_width=sizes, roles=st.sampled_from(ROLES))
+
+
+def sides(block: Block) -> tuple[int, int, int]:
+    return (
+        block.rows[1] - block.rows[0],
+        block.cols[1] - block.cols[0],
+        block.inner[1] - block.inner[0],
+    )
+
+
+def held_bytes(block: Block) -> int:
+    """Both operands and the result, as a device holds them."""
+    rows, cols, inner = sides(block)
+    return DEVICE_BYTES * (rows * inner + inner * cols + rows * cols)
+
+
+def tiles(blocks: tuple[Block, ...] | list[Block], whole: Block) -> bool:
+    """Every (row, column, inner) element in exactly one block, and no block without one."""
+
+    def ranges(of: tuple[tuple[int, int], ...]) -> Ints:
+        return np.array(of, dtype=np.int64).reshape(-1, 2)
+
+    def corners(of: tuple[Block, ...] | list[Block]) -> tilings.Corners:
+        return tilings.corners(
+            ranges([b.rows for b in of]), ranges([b.cols for b in of]), ranges([b.inner for b in of])
+        )
+
+    volume = sum(int(np.prod(sides(block), dtype=object)) for block in blocks)
+    return (
+        all(min(sides(block)) > 0 for block in blocks)
+        and volume == int(np.prod(sides(whole), dtype=object))
+        and tilings.same(corners(blocks), corners([whole]))
+    )
+
+
+def check(plan: LinearPlan, linear: Linear, fleet: Profiles) -> None:
+    """Everything that holds of any plan, worked out anew from its blocks."""
+    assert tuple(plan.blocks) == tuple(plan.seconds) == linear.roles
+    memory = fleet.memory_bytes.tolist()
+    for role, gemm in linear.gemms.items():
+        blocks = plan.blocks[role]
+        assert tiles(blocks, Block(-1, (0, gemm.m), (0, gemm.n), (0, gemm.k)))
+        assert 0 < plan.seconds[role] < np.inf
+        for block in blocks:
+            assert 0 <= block.device < len(fleet)
+            assert held_bytes(block) <= memory[block.device]
+    assert plan.total_s == pytest.approx(sum(plan.seconds.values()))
+    if plan.way == "rows":
+        check_rows(plan, linear, memory)
+
+
+def check_rows(plan: LinearPlan, linear: Linear, memory: list[float]) -> None:
+    """The same tokens meet the same device in every role; W, a partial dW and the tokens are there together."""
+    k, n = linear.in_width, linear.out_width
+    seen: list[dict[int, tuple[int, int]]] = []
+    for role, blocks in plan.blocks.items():
+        tokens = {block.device: block.inner if role == "grad_weight" else block.rows for block in blocks}
+        assert len(tokens) == len(blocks), "each device has one share"
+        seen.append(tokens)
+    assert all(tokens == seen[0] for tokens in seen)
+    weights = k * n * (2 if "grad_weight" in linear.roles else 1)
+    for device, (start, end) in seen[0].items():
+        assert DEVICE_BYTES * (weights + (end - start) * (k + n + max(k, n))) <= memory[device]
+
+
+@settings(phases=QUICK, max_examples=24)
+@given(fleets.fleets(most=8), linears, wires)
+def test_any_plan_tiles_its_gemms_within_memory(fleet: Profiles, linear: Linear, wire: WireFormat) -> None:
+    try:
+        plan = plan_linear(fleet, linear, wire)
+    except InfeasibleError:
+        assert fleet.memory_bytes.max() < 1e5, "only the very small hold nothing"
+        return
+    check(plan, linear, fleet)
+
+
+@settings(phases=QUICK, max_examples=3)
+@given(
+    fleets.fleets(most=5, kinds=("cramped",)),
+    st.builds(
+        Linear,
+        tokens=st.integers(1, 400),
+        in_width=st.integers(1, 400),
+        out_width=st.integers(1, 400),
+        roles=st.sampled_from(ROLES[2:]),
+    ),
+    wires,
+)
+def test_plans_for_scarce_memory_fit_into_it(fleet: Profiles, linear: Linear, wire: WireFormat) -> None:
+    check(plan_linear(fleet, linear, wire), linear, fleet)
+
+
+@settings(phases=QUICK, max_examples=2)
+@given(st.integers(2, 6), st.integers(0, 2**31), st.builds(Gemm, m=sizes, n=sizes, k=sizes))
+def test_a_product_far_larger_than_every_memory_is_cut_until_it_fits(count: int, seed: int, gemm: Gemm) -> None:
+    linear = Linear(tokens=gemm.m, in_width=gemm.k, out_width=gemm.n, roles=("forward",))
+    whole = DEVICE_BYTES * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n)
+    fleet = with_memory(fleets.wild(count, seed), np.full(count, max(whole / 12, 4096.0)))
+    check(plan_linear(fleet, linear, "bf16"), linear, fleet)
+
+
+@settings(phases=QUICK, max_examples=4)
+@given(st.sampled_from(ROLES[:3]), st.lists(st.floats(2.0, 3.5), min_size=3, max_size=5))
+def test_rows_are_no_more_than_fit_beside_the_weights_and_their_gradient(
+    roles: tuple[Role, ...], room: list[float]
+) -> None:
+    """Memories of two to four times the weights, where one more token may be one too many."""
+    linear = Linear(tokens=400, in_width=300, out_width=200, roles=roles)
+    memory = np.array(room) * DEVICE_BYTES * linear.in_width * linear.out_width
+    fleet = with_memory(alike(len(room), flops=1e11, down=1e9, up=1e9), memory)
+    check(plan_linear(fleet, linear, "bf16"), linear, fleet)
+
+
+# ------------------------------------------------------------------------------------------------ fill
+
+rates = st.floats(1e-6, 10.0)
+loads = st.lists(st.tuples(st.floats(0.0, 20.0), rates, st.integers(0, 12)), min_size=2, max_size=3)
+
+
+@settings(max_examples=80)
+@given(st.integers(1, 20), loads)
+def test_shares_are_as_good_as_any(rows: int, load: list[tuple[float, float, int]]) -> None:
+    """No way of sharing out whole rows ends sooner by more than one row of anybody."""
+    fixed, row, most = (np.array(column, dtype=np.float64) for column in zip(*load, strict=True))
+    shares = fill(rows, fixed, row, most)
+    if most.sum() < rows:
+        assert shares is None
+        return
+    assert shares is not None
+    assert shares.sum() == rows
+    assert (shares >= 0).all()
+    assert (shares <= most).all()
+    best_s = min(
+        ends_s(np.array(tried), fixed, row)
+        for tried in product(*(range(min(int(limit), rows) + 1) for limit in most))
+        if sum(tried) == rows
+    )
+    used = shares > 0
+    assert ends_s(shares, fixed, row) <= best_s + row[used].max() * (1 + 1e-9)
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 10**6), st.integers(1, 64), st.integers(0, 2**31))
+def test_shares_sum_to_the_rows_and_stay_within_limits(rows: int, count: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    fixed, row = 10 ** rng.uniform(-4, 2, count), 10 ** rng.uniform(-9, 1, count)
+    most = np.floor(10 ** rng.uniform(0, 6, count)) * rng.integers(0, 2, count)
+    shares = fill(rows, fixed, row, most)
+    if most.sum() < rows:
+        assert shares is None
+        return
+    assert shares is not None
+    assert shares.sum() == rows
+    assert (shares >= 0).all()
+    assert (shares <= most).all()
+    # within one row each: whoever has work ends no later than anyone else with room would, two rows on
+    room = shares < most
+    if room.any():
+        used = shares > 0
+        latest_s = (fixed + row * (shares - 1))[used].max()
+        assert latest_s <= (fixed + row * (shares + 1))[room].min() * (1 + 1e-6)
+
+
+def ends_s(shares: np.ndarray, fixed: Floats, row: Floats) -> float:
+    return float(np.where(shares > 0, fixed + shares * row, 0.0).max())
+
+
+def test_equal_devices_share_equally() -> None:
+    shares = fill(10, np.zeros(3), np.ones(3), np.full(3, 100.0))
+    assert shares is not None
+    assert sorted(shares.tolist()) == [3, 3, 4]
+
+
+# ------------------------------------------------------------------------------------------------ fit
+
+
+@settings(max_examples=30)
+@given(st.tuples(*[st.integers(0, 50)] * 3), st.tuples(*[st.integers(1, 60)] * 3), st.floats(12.0, 20_000.0))
+def test_pieces_tile_their_block_and_fit(starts: tuple[int, ...], lengths: tuple[int, ...], memory: float) -> None:
+    block = Block(3, *((start, start + length) for start, length in zip(starts, lengths, strict=True)))
+    pieces = fit(block, memory)
+    assert tiles(pieces, block)
+    assert all(piece.device == 3 and held_bytes(piece) <= memory for piece in pieces)
+    if held_bytes(block) <= memory:
+        assert pieces == [block]
+
+
+# ------------------------------------------------------------------------------------------------ choices
+
+
+def with_memory(fleet: Profiles, memory: Floats) -> Profiles:
+    return fleets.of(fleet.flops_per_s, fleet.down_bytes_per_s, fleet.up_bytes_per_s, fleet.latency_s, memory)
+
+
+def alike(count: int, *, flops: float, down: float, up: float, latency: float = 1e-3, memory: float = 8e9) -> Profiles:
+    return fleets.of(*(np.full(count, value) for value in (flops, down, up, latency, memory)))
+
+
+LAYER = Linear(tokens=4096, in_width=2048, out_width=2048)
+
+
+def test_a_few_devices_on_fast_links_take_rows() -> None:
+    plan = plan_linear(alike(4, flops=1e11, down=1e9, up=1e9), LAYER, "bf16")
+    assert plan.way == "rows"
+
+
+def test_many_devices_on_slow_links_take_blocks() -> None:
+    """With rows each of them would receive all of W, and return all of dW."""
+    plan = plan_linear(alike(256, flops=1e12, down=12e6, up=3e6), LAYER, "bf16")
+    assert plan.way == "blocks"
+
+
+def test_devices_that_cannot_hold_the_weights_take_blocks() -> None:
+    weights = DEVICE_BYTES * LAYER.in_width * LAYER.out_width
+    fleet = alike(4, flops=1e11, down=1e9, up=1e9, memory=weights * 0.9)
+    plan = plan_linear(fleet, LAYER, "bf16")
+    assert plan.way == "blocks"
+    check(plan, LAYER, fleet)
+
+
+@pytest.mark.parametrize("memory", [8e9, 20e6])
+def test_a_device_ten_times_slower_gets_about_a_tenth(memory: float) -> None:
+    fast = alike(3, flops=1e12, down=1e9, up=1e9, latency=1e-5, memory=memory)
+    slower = np.array([1.0, 1.0, 0.1])
+    fleet = fleets.of(
+        fast.flops_per_s * slower,
+        fast.down_bytes_per_s * slower,
+        fast.up_bytes_per_s * slower,
+        fast.latency_s,
+        fast.memory_bytes,
+    )
+    linear = Linear(tokens=65_536, in_width=512, out_width=512, roles=("forward",))
+    plan = plan_linear(fleet, linear, "fp32")
+    done = np.zeros(3)
+    for block in plan.blocks["forward"]:
+        done[block.device] += float(np.prod(sides(block)))
+    assert done[0] == pytest.approx(done[1], rel=0.1)
+    assert 0.05 < done[2] / done[0] < 0.15
+
+
+def test_equal_layers_have_equal_plans() -> None:
+    fleet = fleets.usual(6, 5)
+    assert plan_linear(fleet, LAYER, "bf16") == plan_linear(fleet, LAYER, "bf16")

@@ -1,0 +1,253 @@
+"""Laws of columns for few devices: what they cover and hold, what they become, and that they stay put."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from tests.support import fleets
+
+from cleave.core.cost.gemm import Server
+from cleave.core.cost.resident import Sublayer, live_terms, stack, units
+from cleave.core.fleet.profiles import Profiles
+from cleave.core.plan.resident.small_fleet import plan_columns
+from cleave.core.plan.resident.stages import ColumnPlan, Setting, Share, Stage, judge
+from cleave.errors import InfeasibleError, InputError
+
+QUICK = (Phase.explicit, Phase.reuse, Phase.generate)
+H, S = 512, 128
+
+
+def model(layers: int, *, trained: bool = True, vocabulary: int = 16_000) -> tuple[Sublayer, ...]:
+    def sublayer(kind: str, params: int, kv_width: int, inner: int, slices: int) -> Sublayer:
+        share = params if trained else params // 100
+        assert kind in ("attention", "mlp", "head")
+        return Sublayer(kind=kind, params=params, trained=share, kv_width=kv_width, inner=inner, slices=slices)
+
+    attention = sublayer("attention", 4 * H * H, H, H, 8)
+    mlp = sublayer("mlp", 12 * H * H, 0, 4 * H, 4 * H)
+    return (attention, mlp) * layers + (sublayer("head", vocabulary * H, 0, vocabulary, vocabulary),)
+
+
+def equal(
+    count: int, *, flops: float = 1e11, link: float = 1e8, memory: float = 1e9, latency: float = 1e-3
+) -> Profiles:
+    same = np.ones(count)
+    return fleets.of(same * flops, same * link, same * link, same * latency, same * memory)
+
+
+def planned(
+    fleet: Profiles,
+    sublayers: tuple[Sublayer, ...],
+    sequences: int = 16,
+    medium: float = inf,
+    server: Server | None = None,
+    previous: ColumnPlan | None = None,
+) -> ColumnPlan:
+    return plan_columns(
+        fleet,
+        sublayers,
+        hidden=H,
+        sequences=sequences,
+        sequence=S,
+        wire="bf16",
+        server=server,
+        medium_bytes_per_s=medium,
+        previous=previous,
+    )
+
+
+def check(plan: ColumnPlan, fleet: Profiles, sublayers: tuple[Sublayer, ...], sequences: int) -> None:
+    """Everything that holds of any plan, worked out anew from its stages."""
+    ends = [0]
+    for stage in plan.stages:
+        assert stage.first == ends[-1]
+        assert len(stage.slices) == 1 or (stage.count == 1 and sublayers[stage.first].allows(len(stage.slices)))
+        ends.append(stage.first + stage.count)
+    assert ends[-1] == len(sublayers), "every sublayer is in one stage"
+    holders = [device for stage in plan.stages for device in stage.devices]
+    assert len(holders) == len(set(holders)), "a device is in one column"
+    of = stack(sublayers, hidden=H, sequence=S, terms=live_terms("bf16"))
+    for stage in plan.stages:
+        held = units(of, *(np.array([x]) for x in (stage.first, stage.count, len(stage.slices))), chunk=plan.chunk)
+        for column in stage.slices:
+            assert sum(share.sequences for share in column) == pytest.approx(sequences), "each row once"
+            assert all(share.sequences > 0 for share in column)
+            assert all(held.memory_bytes[0] <= fleet.memory_bytes[share.device] for share in column)
+            if held.takes_sequences[0]:
+                assert all(share.sequences == int(share.sequences) for share in column)
+    least = sum(s.trained for s in sublayers) * 2
+    assert plan.down_bytes >= least
+    assert plan.up_bytes >= least
+    assert 0 < plan.step_s == pytest.approx(plan.busiest_s + plan.fill_s)
+
+
+some_fleets = fleets.fleets(least=1, most=7, kinds=("usual", "wild", "narrow", "twins", "mixed"))
+
+
+@settings(phases=QUICK, max_examples=40)
+@given(some_fleets, st.integers(1, 4), st.booleans(), st.integers(1, 20), st.sampled_from([inf, 3e7]), fleets.servers)
+def test_any_plan_is_sound(
+    fleet: Profiles, layers: int, trained: bool, sequences: int, medium: float, server: Server
+) -> None:
+    sublayers = model(layers, trained=trained)
+    try:
+        plan = planned(fleet, sublayers, sequences, medium, server)
+    except InfeasibleError:
+        return
+    check(plan, fleet, sublayers, sequences)
+
+
+@settings(phases=QUICK, max_examples=15)
+@given(some_fleets, st.integers(1, 3), st.integers(1, 12))
+def test_no_device_alone_and_no_data_parallel_is_faster(fleet: Profiles, layers: int, sequences: int) -> None:
+    sublayers = model(layers)
+    setting = Setting(
+        stack=stack(sublayers, hidden=H, sequence=S, terms=live_terms("bf16")),
+        sequences=sequences,
+        profiles=fleet,
+        server=Server(),
+        medium_bytes_per_s=inf,
+    )
+    everyone = tuple(Share(device, 1.0) for device in range(len(fleet)))
+    ways = [(share,) for share in everyone] + [everyone]
+    simple = [judge(setting, [Stage(first=0, count=len(sublayers), slices=(way,))], 64) for way in ways]
+    feasible = [plan.step_s for plan in simple if plan is not None]
+    if feasible:
+        assert planned(fleet, sublayers, sequences).step_s <= min(feasible) * 1.001
+
+
+def test_equal_devices_on_fast_links_share_the_rows() -> None:
+    plan = planned(equal(4, link=1e9), model(4))
+    assert len(plan.stages) == 1
+    assert [share.sequences for share in plan.stages[0].slices[0]] == [4, 4, 4, 4]
+    assert plan.limit == "compute"
+
+
+def test_equal_devices_on_a_slow_medium_become_a_pipeline_when_weights_are_trained() -> None:
+    fleet, sublayers = equal(4, flops=3e10), model(12)
+    plan = planned(fleet, sublayers, sequences=64, medium=5e6)
+    assert len(plan.stages) > 2
+    assert all(len(stage.devices) == 1 for stage in plan.stages)
+
+
+def test_devices_of_one_machine_are_no_faster_than_its_cores() -> None:
+    def of(cores: float) -> ColumnPlan:
+        options = {"hidden": H, "sequences": 16, "sequence": S, "cores": cores}
+        return plan_columns(equal(4, link=1e9), model(4), wire="bf16", **options)
+
+    assert of(4.0).step_s == of(inf).step_s
+    assert of(1.0).step_s == pytest.approx(2 * of(2.0).step_s)
+    assert of(1.0).step_s > 3 * of(inf).step_s
+
+
+def test_where_memory_holds_few_sequences_at_once_they_go_in_turn() -> None:
+    layers = stack(model(4, trained=False), hidden=H, sequence=S, terms=live_terms("bf16"))
+    least = units(layers, np.array([0, 4]), np.array([4, 5]), np.array([1, 1]), chunk=64).memory_bytes.max()
+
+    def of(memory: float) -> ColumnPlan:
+        setting = Setting(
+            stack=layers,
+            sequences=16,
+            profiles=equal(2, memory=memory),
+            server=Server(),
+            medium_bytes_per_s=inf,
+        )
+        halves = [Stage(first=4 * n, count=4 + n, slices=((Share(n, 1.0),),)) for n in (0, 1)]
+        plan = judge(setting, halves, 64)
+        assert plan is not None
+        return plan
+
+    roomy, tight = of(1e9), of(least)
+    assert tight.limit == "memory"
+    assert tight.step_s > 1.2 * roomy.step_s
+
+
+def test_frozen_weights_do_not_travel_so_rows_are_shared_even_on_a_slow_medium() -> None:
+    plan = planned(equal(4), model(12, trained=False), sequences=64, medium=1e7)
+    assert len(plan.stages) == 1
+    assert len(plan.stages[0].devices) == 4
+
+
+def test_a_model_too_large_for_one_device_is_cut() -> None:
+    sublayers = model(6)
+    bytes_of_all = 8 * sum(s.params for s in sublayers)
+    plan = planned(equal(4, memory=bytes_of_all / 2), sublayers)
+    assert len(plan.stages) > 1
+    check(plan, equal(4, memory=bytes_of_all / 2), sublayers, 16)
+
+
+def test_a_sublayer_too_large_for_one_device_is_sliced() -> None:
+    sublayers = model(1, vocabulary=64_000)
+    fleet = equal(4, memory=8 * 64_000 * H / 1.8)
+    plan = planned(fleet, sublayers)
+    assert len(plan.stages[-1].slices) > 1
+    check(plan, fleet, sublayers, 16)
+
+
+def test_what_fits_nowhere_is_said_with_numbers() -> None:
+    with pytest.raises(InfeasibleError, match=r"GB.*add devices or memory"):
+        planned(equal(2, memory=2e7), model(8))
+    with pytest.raises(InputError, match="sublayers"):
+        planned(equal(2), ())
+
+
+def test_many_devices_are_planned_too() -> None:
+    fleet, sublayers = fleets.usual(40, 2), model(6)
+    plan = planned(fleet, sublayers, sequences=32)
+    check(plan, fleet, sublayers, 32)
+    assert plan.step_s <= planned(fleet.take(np.arange(4)), sublayers, sequences=32).step_s
+
+
+def test_a_plan_that_stands_is_kept_while_rates_wander() -> None:
+    fleet = fleets.usual(6, 3)
+    sublayers = model(6)
+    first = planned(fleet, sublayers)
+    holders = [stage.devices for stage in first.stages]
+    for seed in range(4):
+        wander = np.random.default_rng(seed).uniform(0.96, 1.04, len(fleet))
+        later = replace(fleet, flops_per_s=fleet.flops_per_s * wander, up_bytes_per_s=fleet.up_bytes_per_s / wander)
+        plan = planned(later, sublayers, previous=first)
+        assert [stage.devices for stage in plan.stages] == holders
+
+
+def test_a_plan_that_stands_is_left_when_a_much_faster_one_exists() -> None:
+    fleet, sublayers = equal(4, link=1e9), model(4)
+    alone = planned(equal(1, link=1e9), sublayers)
+    assert len(planned(fleet, sublayers, previous=alone).stages[0].devices) == 4
+
+
+def test_a_previous_plan_of_another_model_or_of_devices_gone_is_ignored() -> None:
+    four = planned(equal(4), model(4))
+    assert planned(equal(2), model(4), previous=four) == planned(equal(2), model(4))
+    assert planned(equal(4), model(5), previous=four) == planned(equal(4), model(5))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_order_of_devices_changes_nothing_but_their_numbers(seed: int) -> None:
+    ladder = 2.0 ** np.arange(5)
+    fleet = fleets.of(1e10 * ladder, 1e7 * ladder, 5e6 * ladder, np.full(5, 0.01), 1e8 * ladder)
+    mixed = np.random.default_rng(seed).permutation(5)
+    plan, other = planned(fleet, model(4)), planned(fleet.take(mixed), model(4))
+    assert other.step_s == pytest.approx(plan.step_s)
+    assert [sorted(mixed[list(stage.devices)].tolist()) for stage in other.stages] == [
+        sorted(stage.devices) for stage in plan.stages
+    ]
+
+
+def test_a_slower_medium_or_server_never_makes_a_step_faster() -> None:
+    fleet, sublayers = fleets.usual(5, 4), model(4)
+    free = planned(fleet, sublayers).step_s
+    assert planned(fleet, sublayers, medium=1e7).step_s >= free
+    assert planned(fleet, sublayers, server=Server(down_bytes_per_s=1e7, up_bytes_per_s=1e7)).step_s >= free
+
+
+def test_latency_is_paid_for_every_hop_of_a_chunk() -> None:
+    sublayers = model(3)
+    memory = 8 * sum(s.params for s in sublayers) / 2
+    near, far = (planned(equal(4, memory=memory, latency=latency), sublayers) for latency in (0.0, 0.5))
+    assert far.fill_s >= near.fill_s + 2 * 0.5 * (len(far.stages) - 1)

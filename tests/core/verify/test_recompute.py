@@ -1,0 +1,141 @@
+"""Laws of audits: rounding is never taken for a lie, lies never for rounding, on every wire."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cleave.core.cost.gemm import WireFormat
+from cleave.core.verify.recompute import SAMPLED, SUSPECTED, Matrix, chance, disagreement, least_of
+from cleave.core.verify.trust import Trust
+from cleave.protocol.numbers import NumpyCodec
+
+FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
+HONEST = 1e-5
+"""Ten times what kernels were seen to differ by, in units of a row's root mean square."""
+steady = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def rounded(matrix: Matrix, format: WireFormat) -> Matrix:
+    codec, values = NumpyCodec(), np.empty_like(matrix)
+    codec.decode_into(codec.encode(matrix, format).data, format, values)
+    return values
+
+
+def drawn(rows: int, cols: int, seed: int, *, spread: float = 0.0, outlier: float = 1.0) -> Matrix:
+    """Rows of unequal sizes, with one large column."""
+    rng = np.random.default_rng(seed)
+    matrix = rng.normal(0, 1, (rows, cols)) * np.exp(spread * rng.normal(0, 1, (rows, 1)))
+    matrix[:, 0] *= outlier
+    return matrix.astype(np.float32)
+
+
+def noisy(matrix: Matrix, seed: int) -> Matrix:
+    rms = np.sqrt(np.square(matrix).mean(axis=1, keepdims=True))
+    return matrix + (HONEST * rms * np.random.default_rng(seed).normal(0, 1, matrix.shape)).astype(np.float32)
+
+
+@steady
+@given(
+    rows=st.integers(1, 70),
+    cols=st.integers(1, 200),
+    seed=st.integers(0, 2**32),
+    spread=st.sampled_from([0.0, 1.0, 5.0]),
+    outlier=st.sampled_from([1.0, 1e3]),
+    size=st.sampled_from([1.0, 1e-6, 1e3]),
+    format=st.sampled_from(FORMATS),
+)
+def test_what_rounding_explains_is_right(
+    rows: int, cols: int, seed: int, spread: float, outlier: float, size: float, format: WireFormat
+) -> None:
+    exact = drawn(rows, cols, seed, spread=spread, outlier=outlier) * np.float32(size)
+    assert disagreement(rounded(noisy(exact, seed + 1), format), rounded(exact, format), format) <= 1
+
+
+def test_a_result_agrees_with_itself_whatever_it_is() -> None:
+    for format in FORMATS:
+        for exact in (np.zeros((3, 4)), np.full((2, 3), 1e-30), np.full((2, 3), 60000.0), np.eye(5)):
+            same = rounded(exact.astype(np.float32), format)
+            assert disagreement(same, same, format) == 0
+
+
+LIES = {
+    "random": lambda exact, rng: rng.normal(0, exact.std(), exact.shape),
+    "scaled": lambda exact, rng: exact * 1.1,
+    "flipped": lambda exact, rng: -exact,
+    "zeros": lambda exact, rng: np.zeros_like(exact),
+    "stale": lambda exact, rng: np.roll(exact, 1, axis=0),
+    "one row": lambda exact, rng: np.concatenate([exact[:-1], exact[-1:] * 1.1]),
+    "one row of zeros": lambda exact, rng: np.concatenate([exact[:-1], 0 * exact[-1:]]),
+    "one element": lambda exact, rng: exact + 3 * exact.std() * (np.arange(exact.size) == 7).reshape(exact.shape),
+    "not a number": lambda exact, rng: np.where(np.arange(exact.size).reshape(exact.shape) == 7, np.nan, exact),
+    "infinite": lambda exact, rng: np.where(np.arange(exact.size).reshape(exact.shape) == 7, np.inf, exact),
+}
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("lie", LIES)
+def test_lies_are_wrong(lie: str, format: WireFormat) -> None:
+    for seed in range(20):
+        rng = np.random.default_rng(seed)
+        exact = drawn(int(rng.integers(2, 60)), int(rng.integers(32, 300)), seed)
+        told = LIES[lie](exact, rng).astype(np.float32)
+        assert disagreement(rounded(told, format), rounded(exact, format), format) > 1
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_layer_left_out_is_wrong(format: WireFormat) -> None:
+    """x returned for x + f(x), where f(x) is a fiftieth of it: less than a step of int8."""
+    x, f = drawn(32, 256, 0), drawn(32, 256, 1) / np.float32(50)
+    assert disagreement(rounded(x, format), rounded(x + f, format), format) > 1
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_large_elements_are_rounded_by_does_not_hide_lies_about_the_others(format: WireFormat) -> None:
+    exact = drawn(16, 256, 0, outlier=30.0)
+    told = exact.copy()
+    told[:, 1:] = drawn(16, 255, 1)
+    assert disagreement(rounded(told, format), rounded(exact, format), format) > 1
+
+
+def test_a_gradient_that_is_nothing_but_rounding_is_judged_beside_the_others() -> None:
+    weight, bias, other = drawn(64, 64, 0), drawn(1, 64, 1) * np.float32(1e-7), drawn(1, 64, 2) * np.float32(1e-7)
+    least = least_of([weight, bias], "fp32")
+    assert disagreement(other, bias, "fp32") > 1
+    assert disagreement(other, bias, "fp32", least=least) <= 1
+    assert disagreement(weight * np.float32(1.001), weight, "fp32", least=least) > 1
+
+
+def test_what_is_not_finite_where_it_should_be_is_not_judged() -> None:
+    exact = drawn(8, 64, 0)
+    exact[3, 5] = np.nan
+    for format in FORMATS:
+        told = exact.copy()
+        told[3, 5] = np.inf
+        assert disagreement(rounded(told, format), rounded(exact, format), format) <= 1
+        told[4] *= np.float32(1.1)
+        assert disagreement(rounded(told, format), rounded(exact, format), format) > 1, "of other rows it is"
+
+
+def test_results_of_many_rows_are_judged_like_those_of_few() -> None:
+    """Bands are not seen."""
+    exact = drawn(4000, 100, 0)
+    told = noisy(exact, 1)
+    assert disagreement(told, exact, "fp32") <= 1
+    told[3999] *= np.float32(1.1)
+    assert disagreement(told, exact, "fp32") > 1
+
+
+def test_who_is_audited_how_often() -> None:
+    good, suspect = Trust(), Trust(suspicion=0.5)
+    for trust in (good, suspect):
+        for is_proven in (True, False):
+            assert chance("none", trust, is_proven=is_proven) == 0
+            assert chance("strict", trust, is_proven=is_proven) == 1
+        assert chance("sample", trust, is_proven=False) == 1
+    assert chance("sample", good, is_proven=True) == SAMPLED
+    assert chance("sample", suspect, is_proven=True) == SUSPECTED

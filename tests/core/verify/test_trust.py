@@ -1,0 +1,91 @@
+"""Laws of trust: who errs too often ends in quarantine however it is spread, who erred once is cleared."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cleave.core.verify.trust import RIGHTS_PER_WRONG, WRONGS_TO_QUARANTINE, Trust
+
+LONG = 200_000
+"""Blocks: more than the worst liar that is to be found needs."""
+
+
+def blocks_until_lost(trust: Trust, period: int, first: int) -> int | None:
+    """A device that is wrong once in so many blocks."""
+    for block in range(LONG):
+        if block % period == first:
+            trust.wrong()
+        else:
+            trust.right()
+        if trust.is_lost:
+            return block
+    return None
+
+
+@pytest.mark.parametrize("period", [1, 2, 10, 100, RIGHTS_PER_WRONG])
+@pytest.mark.parametrize("last", [False, True])
+def test_who_is_wrong_too_often_ends_in_quarantine(period: int, last: bool) -> None:
+    assert blocks_until_lost(Trust(), period, period - 1 if last else 0) is not None
+
+
+@pytest.mark.parametrize("period", [RIGHTS_PER_WRONG + 1, RIGHTS_PER_WRONG + 2, 10 * RIGHTS_PER_WRONG])
+def test_who_is_wrong_seldom_enough_stays(period: int) -> None:
+    assert blocks_until_lost(Trust(), period, 0) is None
+
+
+def test_so_many_wrongs_in_a_row_are_enough_and_no_fewer() -> None:
+    trust = Trust()
+    for _ in range(WRONGS_TO_QUARANTINE - 1):
+        trust.wrong()
+        assert not trust.is_lost
+    trust.wrong()
+    assert trust.is_lost
+
+
+def test_an_honest_device_with_one_flipped_bit_is_cleared() -> None:
+    trust = Trust()
+    assert not trust.is_suspect
+    trust.wrong()
+    assert trust.is_suspect
+    assert not trust.is_lost
+    for _ in range(RIGHTS_PER_WRONG - 1):
+        trust.right()
+        assert trust.is_suspect, "not before it has shown enough"
+    trust.right()
+    assert not trust.is_suspect
+    assert trust == Trust(), "as if nothing had been"
+
+
+def test_good_deeds_are_not_saved_up() -> None:
+    trust = Trust()
+    for _ in range(100 * RIGHTS_PER_WRONG):
+        trust.right()
+    for _ in range(WRONGS_TO_QUARANTINE):
+        trust.wrong()
+    assert trust.is_lost
+
+
+runs = st.tuples(st.sampled_from(["right", "wrong"]), st.integers(1, 3) | st.integers(1, 3 * RIGHTS_PER_WRONG))
+
+
+@settings(max_examples=60)
+@given(st.lists(runs, max_size=8))
+def test_no_order_of_rights_and_wrongs_hides_more_wrongs_than_rights_make_up_for(story: list[tuple[str, int]]) -> None:
+    """Against exact numbers: the walk with a floor is never below the one without, nor off by rounding."""
+    trust, floored, free = Trust(), Fraction(0), Fraction(0)
+    for kind, count in story:
+        for _ in range(min(count, 5) if kind == "wrong" else count):
+            if kind == "wrong":
+                trust.wrong()
+                floored, free = floored + 1, free + 1
+            else:
+                trust.right()
+                step = Fraction(1, RIGHTS_PER_WRONG)
+                floored, free = max(Fraction(0), floored - step), free - step
+            assert abs(trust.suspicion - float(floored)) < 1e-9
+            if free > WRONGS_TO_QUARANTINE - 1 + Fraction(1, 10**6):
+                assert trust.is_lost

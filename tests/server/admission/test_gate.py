@@ -1,0 +1,495 @@
+"""The door, from outside: raw sockets at a real service. Who is refused is told why, and learns nothing of the run."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cleave.api.fleet import Fleet
+from cleave.device.join import socket_url
+from cleave.errors import ConnectionLost, InputError
+from cleave.protocol import messages
+from cleave.server import service as http
+from cleave.server.admission import certificate
+from cleave.server.admission.gate import Census, Limits, group_of, objection_to
+from cleave.server.admission.tokens import FILE, Keys
+from cleave.server.cluster import Cluster
+from cleave.server.service import Service
+from cleave.transport.websocket import dial
+
+SOON_S = 20.0
+TOKEN = "a-device-token-of-this-run"
+SECRETS = (TOKEN, "granny", "model", "loss", "flops", "memory", "products", "uvicorn", "starlette", "python")
+"""What nobody outside is to read in an answer."""
+
+Serve = Callable[..., Service]
+
+
+@pytest.fixture(params=["uvloop", "asyncio"])
+def serve(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Serve]:
+    if request.param == "asyncio":
+        monkeypatch.setattr(http, "_new_loop", asyncio.SelectorEventLoop)
+    else:
+        pytest.importorskip("uvloop")
+    started: list[Service] = []
+
+    def start(keys: Keys | None = None, **options: Any) -> Service:
+        keys = keys or Keys()
+        service = Service("127.0.0.1:0", lambda loop: Cluster(loop, wire="fp32", keys=keys), keys=keys, **options)
+        started.append(service)
+        service.start()
+        return service
+
+    yield start
+    for service in started:
+        service.stop("done", rejoin=False)
+
+
+@pytest.fixture(scope="module")
+def own() -> certificate.Certificate:
+    return certificate.own(None, [])
+
+
+def connected(service: Service) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", service.port), SOON_S)
+
+
+def said(connection: socket.socket, data: bytes) -> bytes:
+    """All that comes back until the other side closes."""
+    answer = b""
+    with closing(connection):
+        connection.sendall(data)
+        while part := connection.recv(65536):
+            answer += part
+    return answer
+
+
+def request(path: str, *headers: str, host: str = "127.0.0.1") -> bytes:
+    return "\r\n".join([f"GET {path} HTTP/1.1", f"Host: {host}", *headers, "", ""]).encode()
+
+
+UPGRADE = (
+    "Upgrade: websocket",
+    "Connection: Upgrade",
+    "Sec-WebSocket-Version: 13",
+    "Sec-WebSocket-Key: MDEyMzQ1Njc4OWFiY2RlZg==",
+)
+
+
+def assert_refused(answer: bytes, status: int, sentence: str) -> None:
+    assert answer.startswith(f"HTTP/1.1 {status} ".encode()), answer
+    assert sentence in answer.decode()
+    assert_nothing_revealed(answer)
+
+
+def assert_nothing_revealed(answer: bytes) -> None:
+    told = answer.decode(errors="replace").lower()
+    assert "\r\nserver:" not in told
+    assert not [secret for secret in SECRETS if secret in told]
+
+
+# ------------------------------------------------------------------------------------------------ TLS or not
+
+
+def test_a_plain_request_where_tls_is_demanded_is_told_so_and_nothing_else(
+    serve: Serve, own: certificate.Certificate
+) -> None:
+    service = serve(Keys(TOKEN), certificate=own)
+    for words in (request("/ws", *UPGRADE), request("/api/status"), b"\x00" * 100, b"SSH-2.0-x\r\n", bytes(100_000)):
+        assert_refused(said(connected(service), words), 426, "expected TLS, got a plain connection; use wss://")
+
+
+async def test_a_scheme_that_does_not_fit_the_server_is_told_with_the_one_that_does(
+    serve: Serve, own: certificate.Certificate
+) -> None:
+    secure, plain = serve(certificate=own), serve()
+    with pytest.raises(InputError, match=f"speaks TLS only; use wss://127.0.0.1:{secure.port}/ws"):
+        await dial(f"ws://{secure.address}/ws")
+    for pin in ("", f"#sha256:{own.fingerprint}"):
+        with pytest.raises(InputError, match=f"got an answer without; use ws://127.0.0.1:{plain.port}/ws"):
+            await dial(f"wss://{plain.address}/ws{pin}")
+
+
+async def test_a_device_dials_a_certificate_it_knows_by_its_fingerprint(
+    serve: Serve, own: certificate.Certificate
+) -> None:
+    service = serve(Keys(TOKEN), certificate=own)
+    for fingerprint in (own.fingerprint, own.fingerprint.upper()):
+        assert await joined(f"wss://{service.address}/ws#sha256:{fingerprint}", TOKEN) == "welcome"
+
+
+async def test_a_certificate_nobody_vouches_for_is_refused_and_the_fingerprint_named(
+    serve: Serve, own: certificate.Certificate
+) -> None:
+    service = serve(certificate=own)
+    with pytest.raises(InputError, match=r"known authority signed.*self-signed certificate.*#sha256:"):
+        await dial(f"wss://{service.address}/ws")
+
+
+async def test_a_certificate_an_authority_signed_needs_no_fingerprint(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificate.own(tmp_path / "authority.pem", ["train.example.org"])
+    theirs = certificate.given(tmp_path / "authority.pem", None)
+    service = serve(Keys(TOKEN), certificate=theirs)
+    monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "authority.pem"))
+    assert await joined(f"wss://127.0.0.1:{service.port}/ws", TOKEN) == "welcome"
+    elsewhere = await asyncio.start_server(lambda reader, writer: writer.close(), "127.0.0.2", 0, ssl=theirs.context)
+    async with elsewhere:
+        port = elsewhere.sockets[0].getsockname()[1]
+        with pytest.raises(InputError, match=r"known authority signed for wss://127\.0\.0\.2.*mismatch"):
+            await dial(f"wss://127.0.0.2:{port}/ws")
+
+
+async def test_before_a_foreign_certificate_a_device_says_not_a_word(own: certificate.Certificate) -> None:
+    other = certificate.own(None, [])
+    heard = list[bytes]()
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def listen() -> None:
+            connection, _ = listening.accept()
+            with connection, contextlib.suppress(OSError):  # it may leave before or after TLS is agreed upon
+                connection.settimeout(SOON_S)
+                with other.context.wrap_socket(connection, server_side=True) as secured:
+                    heard.append(secured.recv(65536))
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        expected = f"to be sha256:{own.fingerprint}, got sha256:{other.fingerprint}; someone may sit in between"
+        with pytest.raises(InputError, match=expected):
+            await dial(f"wss://127.0.0.1:{listening.getsockname()[1]}/ws#sha256:{own.fingerprint}")
+        await asyncio.to_thread(listener.join, SOON_S)
+    assert not listener.is_alive()
+    assert heard in ([], [b""])
+
+
+@pytest.mark.parametrize(
+    ("typed", "dialled"),
+    [
+        ("host:7077", "ws://host:7077/ws"),
+        ("wss://host:7077#sha256:" + "ab" * 32, "wss://host:7077/ws#sha256:" + "ab" * 32),
+        ("host:7077#sha256:" + "ab" * 32, "wss://host:7077/ws#sha256:" + "ab" * 32),
+        ("https://host:7077/#sha256:" + "ab" * 32, "wss://host:7077/ws#sha256:" + "ab" * 32),
+    ],
+)
+def test_the_fingerprint_of_an_address_reaches_who_dials(typed: str, dialled: str) -> None:
+    assert socket_url(typed) == dialled
+
+
+@pytest.mark.parametrize(
+    "url", ["wss://127.0.0.1:1/ws#sha256:12", "wss://127.0.0.1:1/ws#md5:12", "ws://127.0.0.1:1/ws#sha256:" + "ab" * 32]
+)
+async def test_an_address_with_a_fingerprint_that_cannot_be_is_an_input_error(url: str) -> None:
+    with pytest.raises(InputError, match="expected"):
+        await dial(url)
+
+
+# ------------------------------------------------------------------------------------------------ certificates
+
+
+def test_a_certificate_of_its_own_survives_a_restart_and_is_its_owners_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run" / certificate.FILE
+    first, second = (certificate.own(path, ["0.0.0.0", "train.example.org", "192.0.2.1"]) for _ in range(2))
+    assert first.fingerprint == second.fingerprint != certificate.own(None, []).fingerprint
+    assert first.is_own
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [entry.name for entry in path.parent.iterdir()] == [certificate.FILE]
+
+
+def test_files_that_are_no_certificate_and_key_are_told(tmp_path: Path) -> None:
+    certificate.own(tmp_path / "whole.pem", [])
+    key, _, chain = (tmp_path / "whole.pem").read_text().partition("-----BEGIN CERTIFICATE-----")
+    (tmp_path / "chain.pem").write_text("-----BEGIN CERTIFICATE-----" + chain)
+    (tmp_path / "key.pem").write_text(key)
+    (tmp_path / "text.pem").write_text("a text")
+    certificate.own(tmp_path / "other.pem", [])
+    assert not certificate.given(tmp_path / "chain.pem", tmp_path / "key.pem").is_own
+    for chain_name, key_name in (
+        ("missing.pem", None),
+        ("chain.pem", "missing.pem"),
+        ("text.pem", None),
+        ("chain.pem", None),
+        ("chain.pem", "other.pem"),
+        ("key.pem", None),
+    ):
+        with pytest.raises(InputError, match=r"expected a certificate .*; correct"):
+            certificate.given(tmp_path / chain_name, tmp_path / key_name if key_name else None)
+
+
+def test_a_fleet_tells_other_machines_the_fingerprint_of_its_own_certificate_and_the_name_of_a_given_one(
+    tmp_path: Path,
+) -> None:
+    with Fleet.serve("127.0.0.1:0", token=TOKEN, tls=True) as fleet:
+        assert fleet.url == fleet.public_url
+        assert fleet.join_command.startswith("cleave join wss://127.0.0.1:")
+        assert "#sha256:" in fleet.join_command
+        assert fleet.join_command.endswith(f" --token {TOKEN}")
+    certificate.own(tmp_path / "given.pem", [])
+    with Fleet.serve("127.0.0.1:0", tls=(tmp_path / "given.pem", None)) as fleet:
+        assert "#sha256:" in fleet.url
+        assert fleet.join_command == f"cleave join wss://localhost:{fleet.url.split(':')[2].split('#')[0]}"
+
+
+# ------------------------------------------------------------------------------------------------ who asks
+
+
+async def joined(url: str, token: str, version: int = messages.VERSION) -> str:
+    """What the server answers to a hello."""
+    async with asyncio.timeout(SOON_S):
+        channel = await dial(url)
+        hello = messages.Hello(
+            version=version, name="granny", token=token, flops_per_s=1e9, memory_bytes=1 << 30, kernel="numpy"
+        )
+        await channel.send(hello)
+        answer = (await channel.receive()).message
+        await channel.close()
+    return answer.reason if isinstance(answer, messages.Refused) else type(answer).__name__.lower()
+
+
+async def test_a_wrong_or_missing_token_or_version_is_refused_with_a_reason_alone(serve: Serve) -> None:
+    service = serve(Keys(TOKEN))
+    url = f"ws://{service.address}/ws"
+    for token in ("", "guess", TOKEN[:-1], TOKEN + " "):
+        reason = await joined(url, token)
+        assert "wrong or missing token" in reason
+        assert_nothing_revealed(reason.encode())
+    reason = await joined(url, "", version=99)
+    assert "version" in reason
+    assert_nothing_revealed(reason.encode())
+    assert service.cluster.devices == 0
+    assert await joined(url, TOKEN) == "welcome"
+
+
+async def test_a_revoked_token_no_longer_joins_a_server_that_runs(serve: Serve, tmp_path: Path) -> None:
+    person = Keys(path=tmp_path / FILE)
+    key, token = person.add("device")
+    _, admin = person.add("admin")
+    service = serve(Keys(path=tmp_path / FILE))
+    url = f"ws://{service.address}/ws"
+    assert await joined(url, token) == "welcome"
+    assert "token" in await joined(url, admin)
+    person.revoke(key.id)
+    assert "token" in await joined(url, token)
+
+
+def test_the_status_is_for_administrators(serve: Serve, tmp_path: Path) -> None:
+    person = Keys(path=tmp_path / FILE)
+    _, device = person.add("device", TOKEN)
+    key, admin = person.add("admin")
+    service = serve(Keys(path=tmp_path / FILE))
+    for header in (
+        "X-Nothing: x",
+        "Authorization: Bearer",
+        "Authorization: Bearer guess",
+        f"Authorization: Bearer {device}",
+        f"Authorization: Basic {admin}",
+        f"Authorization: {admin}",
+    ):
+        answer = said(connected(service), request("/api/status", header))
+        assert_refused(answer, 401, "expected an admin token")
+    right = request("/api/status", f"Authorization: Bearer {admin}")
+    assert b'"devices":[]' in said(connected(service), right)
+    person.revoke(key.id)
+    assert_refused(said(connected(service), right), 401, "expected an admin token")
+
+
+def test_where_only_this_machine_gets_and_no_token_is_asked_for_the_status_is_open(serve: Serve) -> None:
+    service = serve()
+    for host in ("127.0.0.1", "localhost:7077", "[::1]:7077"):
+        answer = said(connected(service), request("/api/status", host=host))
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert b"\r\nserver:" not in answer.lower()
+
+
+@pytest.mark.parametrize("path", ["/", "/api", "/api/status/", "/metrics", "/docs", "/%2e%2e/etc", "/keys.json"])
+def test_an_unknown_path_is_not_found_and_says_no_more(serve: Serve, path: str) -> None:
+    answer = said(connected(serve(Keys(TOKEN))), request(path))
+    assert answer.split(b" ")[1] in (b"404", b"307")
+    assert_nothing_revealed(answer)
+
+
+def test_a_websocket_elsewhere_and_what_is_no_http_are_refused_without_a_word_about_the_run(serve: Serve) -> None:
+    service = serve(Keys(TOKEN))
+    assert_refused(said(connected(service), request("/", *UPGRADE)), 404, "devices join at /ws")
+    for words in (b"\r\n\r\n", b"nonsense\r\n\r\n", request("/ws", "Content-Length: x")):
+        assert_nothing_revealed(said(connected(service), words))
+
+
+# ------------------------------------------------------------------------------------------------ pages of others
+
+
+def test_a_page_of_another_site_cannot_join_in_its_visitors_name(serve: Serve) -> None:
+    service = serve(Keys(TOKEN))
+    foreign = request("/ws", *UPGRADE, "Origin: https://evil.example", host=f"127.0.0.1:{service.port}")
+    assert_refused(said(connected(service), foreign), 403, "got one of another site")
+    with connected(service) as connection:
+        origin = f"Origin: http://127.0.0.1:{service.port}"
+        connection.sendall(request("/ws", *UPGRADE, origin, host=f"127.0.0.1:{service.port}"))
+        assert connection.recv(12) == b"HTTP/1.1 101"
+
+
+def test_a_name_made_to_lead_here_gets_nothing_from_an_open_server(serve: Serve) -> None:
+    service = serve()
+    for words in (request("/api/status", host="evil.example"), request("/ws", *UPGRADE, host="evil.example")):
+        assert_refused(said(connected(service), words), 403, "use 127.0.0.1, or give the run a token")
+
+
+@pytest.mark.parametrize(
+    ("origins", "host", "fits"),
+    [
+        ([], "server:7077", True),
+        (["http://server:7077"], "server:7077", True),
+        (["HTTP://Server:7077"], "sERVER:7077", True),
+        (["http://server"], "server:80", True),
+        (["https://server:443"], "server", True),
+        (["https://[2001:db8::1]"], "[2001:db8::1]:443", True),
+        (["http://server"], "server:443", False),
+        (["http://server:7078"], "server:7077", False),
+        (["http://server:7077.evil.example"], "server:7077", False),
+        (["http://other:7077"], "server:7077", False),
+        (["null"], "server:7077", False),
+        ([""], "server:7077", False),
+        (["http://"], "", False),
+        (["http://server:7077", "http://evil.example"], "server:7077", False),
+        (["http://[bad"], "server:7077", False),
+    ],
+)
+def test_a_page_is_of_this_server_if_host_and_port_are_the_same(origins: list[str], host: str, fits: bool) -> None:
+    assert (objection_to(origins, [host], open_here=False) == "") == fits
+
+
+@given(st.lists(st.text(), max_size=2), st.lists(st.text(), max_size=2), st.booleans())
+def test_no_header_is_too_odd_to_be_judged(origins: list[str], hosts: list[str], open_here: bool) -> None:
+    assert isinstance(objection_to(origins, hosts, open_here=open_here), str)
+
+
+# ------------------------------------------------------------------------------------------------ how many, how slow
+
+
+def test_who_says_nothing_or_never_finishes_a_request_is_let_go(serve: Serve, own: certificate.Certificate) -> None:
+    quick = Limits(first_byte_s=0.2, request_s=0.2)
+    for service in (serve(limits=quick), serve(limits=quick, certificate=own)):
+        assert said(connected(service), b"") == b""
+    plain, secure = serve(limits=quick), serve(limits=quick, certificate=own)
+    assert said(connected(plain), b"GET /api/status HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: ") == b""
+    assert said(connected(secure), b"\x16\x03\x01\x02\x00\x01\x00") == b""  # a TLS hello that never ends
+
+
+def test_a_request_with_a_body_that_never_comes_is_let_go_after_its_answer(serve: Serve) -> None:
+    service = serve(Keys(TOKEN), limits=Limits(request_s=0.2))
+    answer = said(connected(service), request("/api/status", "Content-Length: 1000000"))
+    assert_refused(answer, 401, "admin token")
+
+
+def test_one_address_has_so_many_places_and_who_leaves_makes_room(serve: Serve) -> None:
+    notes: list[str] = []
+    service = serve(Keys(TOKEN), limits=Limits(per_loopback=3, per_s=1e6, burst=1_000_000), say=notes.append)
+    upgraded = connected(service)
+    upgraded.sendall(request("/ws", *UPGRADE))
+    assert upgraded.recv(12) == b"HTTP/1.1 101"
+    silent = [connected(service) for _ in range(2)]
+    with connected(service) as fourth:
+        assert fourth.recv(1) == b""
+    assert notes == ["a connection from 127.0.0.1 was refused: 3 connections from 127.0.0.1 are open"]
+    for leaving in (upgraded, silent[0]):  # one that joined, and one that never spoke
+        leaving.close()
+        while True:  # until the server has noticed
+            try:
+                answer = said(connected(service), request("/api/status"))
+            except ConnectionError:
+                continue
+            if answer:
+                break
+        assert_refused(answer, 401, "admin token")
+        silent.append(connected(service))
+    for connection in silent:
+        connection.close()
+
+
+async def test_a_stranger_may_send_a_hello_and_nothing_larger(serve: Serve) -> None:
+    service = serve(Keys(TOKEN))
+    async with asyncio.timeout(SOON_S):
+        channel = await dial(f"ws://{service.address}/ws")
+        await channel._send(bytes(1 << 20))
+        with pytest.raises(ConnectionLost, match="at most 65536 bytes, got 1048576"):
+            await channel.receive()
+        channel = await dial(f"ws://{service.address}/ws")
+        await channel._send(messages.encode(messages.Probed(down_s=0.0, payload=1000)))
+        with pytest.raises(ConnectionLost):
+            await channel.receive()
+
+
+class Crowd:
+    """A census of few places and a slow door."""
+
+    limits = Limits(connections=5, per_address=3, per_loopback=4, burst=4, per_s=2.0)
+
+    def __init__(self) -> None:
+        self.census = Census(self.limits)
+
+    def come(self, address: str, now_s: float = 0.0) -> bool:
+        return self.census.enter(address, now_s) == ""
+
+
+def test_an_address_is_counted_alone_and_all_together() -> None:
+    crowd = Crowd()
+    assert [crowd.come("192.0.2.1") for _ in range(4)] == [True, True, True, False]
+    assert [crowd.come(f"192.0.2.{n}") for n in (2, 3, 4)] == [True, True, False]
+    crowd.census.leave("192.0.2.1")
+    assert crowd.come("192.0.2.4")
+    assert crowd.census.total == 5
+
+
+def test_an_address_comes_no_faster_than_it_may() -> None:
+    crowd, now_s = Crowd(), 0.0
+    came = 0
+    for _ in range(1000):
+        if crowd.come("192.0.2.1", now_s):
+            crowd.census.leave("192.0.2.1")
+            came += 1
+        now_s += 0.01
+    assert 4 + 2 * 9.5 <= came <= 4 + 2 * 10 + 1
+    assert crowd.come("192.0.2.2", now_s)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("127.0.0.1", "127.9.9.9", True),
+        ("127.0.0.1", "::1", True),
+        ("::ffff:127.0.0.1", "::1", True),
+        ("::ffff:192.0.2.1", "192.0.2.1", True),
+        ("2001:db8::1", "2001:db8::ffff", True),
+        ("fe80::1%eth0", "fe80::1", True),
+        ("2001:db8::1", "2001:db8:0:1::1", False),
+        ("192.0.2.1", "192.0.2.2", False),
+    ],
+)
+def test_addresses_of_one_subscriber_count_as_one(one: str, other: str, same: bool) -> None:
+    assert (group_of(one) == group_of(other)) == same
+
+
+@given(st.lists(st.tuples(st.sampled_from(["192.0.2.1", "192.0.2.2", "::1", "2001:db8::1"]), st.booleans())))
+def test_a_census_never_forgets_and_never_keeps_who_left(moves: list[tuple[str, bool]]) -> None:
+    crowd, inside, now_s = Crowd(), list[str](), 0.0
+    for address, comes in moves:
+        now_s += 10.0
+        if comes:
+            allowed = 4 if address == "::1" else 3
+            room = len(inside) < 5 and inside.count(address) < allowed
+            assert crowd.come(address, now_s) == room
+            inside += [address] * room
+        elif address in inside:
+            inside.remove(address)
+            crowd.census.leave(address)
+    assert crowd.census.total == len(inside)

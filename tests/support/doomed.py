@@ -1,0 +1,92 @@
+"""A device that meets its fate at a given moment of a pass: when it was told a unit of a kind, or returns its result.
+
+`FaultyChannel` counts messages; here they are told apart by what they are about, so that a test can say "while the
+second rectangle of a gradient is on its way". The fate is whatever the test gives, for this device or for others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from cleave.protocol.frames import Buffer
+from cleave.protocol.messages import AnyMessage, Failed, Result, Run
+from cleave.protocol.programs import Backward, Collect, Forward, Program
+from cleave.transport.base import Channel, Received
+from cleave.transport.faulty import FaultyChannel
+
+Kind = Literal["forward", "backward", "collect", "gemm"]
+When = Literal["told", "returning", "returned"]
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The n-th time, from 0, that a device is told such a unit, is about to return its result, or has done so."""
+
+    kind: Kind
+    when: When
+    number: int = 0
+
+
+class DoomedChannel(FaultyChannel):
+    """`meet` is awaited at the moment; if it gives False, that result becomes a failure."""
+
+    def __init__(self, inner: Channel, moment: Moment, meet: Callable[[], Awaitable[bool]]) -> None:
+        super().__init__(inner, (), np.random.default_rng(0))
+        self._moment, self._meet = moment, meet
+        self._kinds: dict[int, Kind] = {}
+        self._count: Counter[tuple[Kind, When]] = Counter()
+        self.is_met = False
+
+    async def receive(self) -> Received:
+        received = await super().receive()
+        if isinstance(received.message, Run):
+            self._kinds[received.message.task] = _kind(received.message.program)
+            await self._come("told", received.message.task)
+        return received
+
+    async def send(self, message: AnyMessage, payload: Buffer = b"") -> None:
+        if not isinstance(message, Result):
+            await super().send(message, payload)
+            return
+        if await self._come("returning", message.task):
+            await super().send(message, payload)
+            await self._come("returned", message.task)
+        else:
+            await super().send(Failed(task=message.task, reason="it was to be so"))
+
+    async def _come(self, when: When, task: int) -> bool:
+        kind = self._kinds[task]
+        self._count[kind, when] += 1
+        if self.is_met or self._moment != Moment(kind, when, self._count[kind, when] - 1):
+            return True
+        self.is_met = True
+        return await self._meet()
+
+    async def end(self) -> None:
+        """As a device that is switched off."""
+        await self._inner.close()
+
+    def stall(self, until_s: float) -> None:
+        """Nothing is sent until then."""
+        self._silent_until_s = until_s
+
+    def delay(self, seconds: float) -> None:
+        """Each message from now on."""
+        self._late_s = seconds
+
+
+def _kind(program: Program) -> Kind:
+    match program:
+        case Forward():
+            return "forward"
+        case Backward():
+            return "backward"
+        case Collect():
+            return "collect"
+        case _:
+            return "gemm"

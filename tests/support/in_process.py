@@ -1,0 +1,107 @@
+"""A cluster and its devices in this process: real workers over channels in memory, in an event loop of its own thread.
+
+Who holds what is given by the test: `anyhow` draws arrangements that no planner would make.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
+
+from cleave.core.cost.gemm import WireFormat
+from cleave.core.cost.resident import Sublayer
+from cleave.core.fleet.profiles import Profiles
+from cleave.core.plan.resident.small_fleet import plan_columns
+from cleave.core.plan.resident.stages import ColumnPlan, Share, Stage
+from cleave.device.programs.kernels import NumpyKernel
+from cleave.device.worker import Contribution, Offer, Worker
+from cleave.server.cluster import Cluster
+from cleave.server.grain import Arrange
+from cleave.transport.base import Channel
+from cleave.transport.memory import memory_pair
+
+ROOMY = 64_000_000
+Result = TypeVar("Result")
+
+
+class InProcess:
+    """Use as a context; `cluster` is what models are distributed to."""
+
+    def __init__(self, memory_bytes: Sequence[int], *, wire: WireFormat = "fp32", arrange: Arrange = plan_columns):
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="server")
+        self._memory_bytes, self._wire, self._arrange = memory_bytes, wire, arrange
+        self._tasks: list[asyncio.Task[Any]] = []
+        self.plans: list[ColumnPlan] = []
+
+    def __enter__(self) -> InProcess:
+        self._thread.start()
+        self.cluster = self._do(self._start())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._do(self._end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _start(self) -> Cluster:
+        cluster = Cluster(self._loop, wire=self._wire, arrange=self._remember)
+        for index, memory_bytes in enumerate(self._memory_bytes):
+            ours, theirs = memory_pair()
+            self._tasks.append(self._loop.create_task(cluster.serve(ours)))
+            offer = Offer(name=f"d{index}", token="", flops_per_s=1e10, memory_bytes=memory_bytes)
+            worker = Worker(theirs, NumpyKernel(), offer, Contribution())
+            self._tasks.append(self._loop.create_task(_live(worker, theirs)))
+        while cluster.devices < len(self._memory_bytes):
+            await asyncio.sleep(0)  # they join in this very loop
+        return cluster
+
+    async def _end(self) -> None:
+        await self.cluster.close("the test is over", rejoin=False)
+        await asyncio.wait(self._tasks)
+
+    def _remember(self, *args: Any, **options: Any) -> ColumnPlan:
+        self.plans.append(self._arrange(*args, **options))
+        return self.plans[-1]
+
+    def _do(self, work: Coroutine[Any, Any, Result]) -> Result:
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+
+async def _live(worker: Worker, channel: Channel) -> None:
+    await worker.join()
+    await worker.run()
+    await channel.close()
+
+
+def anyhow(seed: int, chunk: int | None = None) -> Arrange:
+    """Runs of sublayers and slices of single ones, each on any devices, some in several columns; chunks of any size."""
+    draw = random.Random(seed)
+
+    def arrange(profiles: Profiles, sublayers: Sequence[Sublayer], *, sequence: int, **_: object) -> ColumnPlan:
+        devices, first = len(profiles), 0
+        stages: list[Stage] = []
+        while first < len(sublayers):
+            most = min(sublayers[first].slices, 4)
+            slices = draw.randint(2, most) if most > 1 and draw.random() < 0.5 else 1
+            count = 1 if slices > 1 else draw.randint(1, len(sublayers) - first)
+            columns = [draw.sample(range(devices), draw.randint(1, devices)) for _ in range(slices)]
+            shares = tuple(tuple(Share(device, draw.random()) for device in column) for column in columns)
+            stages.append(Stage(first=first, count=count, slices=shares))
+            first += count
+        return ColumnPlan(
+            stages=tuple(stages),
+            chunk=chunk or draw.randint(1, sequence + 3),
+            step_s=1.0,
+            busiest_s=1.0,
+            fill_s=0.0,
+            down_bytes=0.0,
+            up_bytes=0.0,
+            limit="compute",
+        )
+
+    return arrange

@@ -1,0 +1,97 @@
+"""A device without a channel and without threads: does at once whatever messages tell it, as far as it can.
+
+The same store and tasks as in the worker, driven from one place, so that whatever they raise is seen, and memory can be
+watched from message to message.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+import numpy as np
+from tests.support import mutations
+
+from cleave.device.programs.kernels import NumpyKernel
+from cleave.device.programs.resident import Task, make_task
+from cleave.device.store import Store
+from cleave.errors import ProtocolError
+from cleave.protocol import messages
+from cleave.protocol.frames import Assembler, Buffer
+from cleave.protocol.messages import AnyMessage, FromServer
+
+MEMORY_BYTES = 1 << 18
+
+
+class Device:
+    def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
+        self._kernel = NumpyKernel()
+        self.store, self._memory_bytes = Store(self._kernel, memory_bytes), memory_bytes
+        self._tasks: dict[int, tuple[messages.Run, Task]] = {}
+        self.results = self.failures = 0
+
+    def obey(self, strings: Iterable[bytes]) -> bool:
+        """Take byte strings as they come over a channel; False: one was refused, and the connection would end."""
+        assembler = Assembler()
+        try:
+            for data in strings:
+                whole = assembler.feed(data)
+                if whole is not None:
+                    self._take(*whole)
+                    self._work()
+                assert 0 <= self.store.used_bytes <= self._memory_bytes
+        except ProtocolError:
+            return False
+        return True
+
+    def _take(self, message: AnyMessage, payload: Buffer) -> None:
+        match message:
+            case messages.Store():
+                self.store.write(message, payload)
+            case messages.Run():
+                self._tasks[message.task] = message, make_task(message.program, self.store, self._kernel)
+            case messages.Drop(operands=operands):
+                self.store.drop(operands)
+            case messages.Cancel(tasks=tasks):
+                for task in tasks:
+                    self._tasks.pop(task, None)
+            case _ if not isinstance(message, FromServer):
+                raise ProtocolError("a server does not send this")
+            case _:
+                pass
+
+    def _work(self) -> None:
+        for number, (message, task) in list(self._tasks.items()):
+            while (chunk := task.next_chunk()) is not None:
+                try:
+                    with np.errstate(all="ignore"):  # numpy warns of numbers that are not finite: no crash
+                        result = chunk.run()
+                    if chunk.part is not None:
+                        self._kernel.encode(result, message.format)
+                        self.results += 1
+                except (MemoryError, RuntimeError):  # as the worker: the task failed, the device stays
+                    self.failures += 1
+                    del self._tasks[number]
+                    break
+            if task.finished:
+                self._tasks.pop(number, None)
+
+
+def mishap(rng: random.Random) -> list[bytes]:
+    """What a server sends in a golden conversation, with one to three frames not as they should be."""
+    conversation = rng.choice(mutations.conversations())
+    said = [list(frame) for frame in conversation]
+    for at in rng.sample(range(len(said)), rng.randint(1, 3)):
+        header, payload = conversation[at]
+        match rng.randrange(8):
+            case 0:
+                said[at] = []
+            case 1:
+                said[at] = [header, payload, *rng.choice(conversation)]
+            case 2:
+                said[at] = list(rng.choice(conversation))
+            case 3 if payload:
+                said[at] = [header, mutations.other_numbers(payload, rng)]
+            case _:
+                said[at] = [mutations.odd(header, rng), payload]
+    return [data for frame in said for data in frame if data]
