@@ -12,7 +12,8 @@ import numpy as np
 
 from cleave.api.planning import sample_fleet
 from cleave.core.cost.bound import bound_2d, bound_3d, ideal_overlap_bound
-from cleave.core.cost.gemm import Server, finish_s, unit_costs
+from cleave.core.cost.gemm import finish_s, unit_costs
+from cleave.core.cost.rates import Server
 from cleave.core.fleet.profiles import Floats, Profiles
 from cleave.core.model.gemms import Gemm, step_gemms
 from cleave.core.model.shapes import named

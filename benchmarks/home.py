@@ -20,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from cleave.api.fleet import Fleet
 from cleave.api.training import distribute
-from cleave.core.cost.gemm import WireFormat
+from cleave.core.cost.wire import WireFormat
 from cleave.errors import CleaveError
 from cleave.transport.shaped import Link
 
@@ -103,7 +103,7 @@ def train_over(fleet: Fleet, work: Work, grain: Grain) -> Figures:
         return totals.down_bytes, totals.up_bytes
 
     figures = train(distribute(work.model(), fleet, grain=grain), work, moved)
-    figures.predicted_s = fleet.cluster.grains.latest.step_s if fleet.cluster.grains.latest is not None else None
+    figures.predicted_s = fleet.cluster.planning.latest.step_s if fleet.cluster.planning.latest is not None else None
     return figures
 
 

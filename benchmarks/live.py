@@ -264,7 +264,7 @@ def _server_cpu(say: Say) -> None:
     system = Cleave()
     try:
         cluster = system.cluster
-        loop = cluster._loop  # pyright: ignore[reportPrivateUsage]
+        loop = cluster.loop
 
         async def cpu() -> float:
             return time.thread_time()

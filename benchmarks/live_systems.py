@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.api.fleet import Fleet
-from cleave.core.model.gemms import Role
-from cleave.core.plan.gemm.layer import Linear
+from cleave.core.model.gemms import Linear, Role
 from cleave.protocol.programs import Layout
 
 Matrix = NDArray[np.float32]
@@ -82,7 +81,13 @@ class Cleave:
                 linear = Linear(tokens=a.rows, in_width=b.cols, out_width=b.rows, roles=("grad_input",))
             case "tn":
                 linear = Linear(tokens=a.rows, in_width=b.cols, out_width=a.cols, roles=("grad_weight",))
-        return self.cluster.submit(ROLES[layout], (a,), (b,), linear, priority=PRIORITIES[layout]), a, b
+        return (
+            self.cluster.submit(
+                ROLES[layout], (a,), (b,), self.cluster.choose_layer(linear).plan, priority=PRIORITIES[layout]
+            ),
+            a,
+            b,
+        )
 
     def finish(self, started: Any) -> Matrix:
         return self.cluster.wait(started[0])[0]

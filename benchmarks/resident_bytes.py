@@ -13,7 +13,7 @@ from home import GRAINS, Figures, Work, later, train_over  # isort: skip
 import torch
 
 from cleave.api.fleet import Fleet
-from cleave.core.plan.resident.stages import ColumnPlan
+from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.errors import CleaveError
 from cleave.transport.shaped import Link
 
@@ -36,14 +36,14 @@ def main() -> None:
         try:
             with Fleet.local(_DEVICES, wire=options.wire, offload="always", links=_WIFI) as fleet:
                 figures = train_over(fleet, work, grain)
-                plan = fleet.cluster.grains.latest
+                plan = fleet.cluster.planning.latest
         except CleaveError as fault:
             print(f"| {grain} | {fault} | | | | | | |", flush=True)
             continue
         print(_row(grain, figures, plan if grain == "resident" else None), flush=True)
 
 
-def _row(grain: str, figures: Figures, plan: ColumnPlan | None) -> str:
+def _row(grain: str, figures: Figures, plan: ResidentPlan | None) -> str:
     cells: list[str] = []
     for measured, formula in (
         (later(figures.down_bytes), plan and plan.down_bytes),

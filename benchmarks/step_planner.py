@@ -13,13 +13,16 @@ from typing import TypedDict, cast
 
 import numpy as np
 
-from cleave.core.cost.gemm import Server, WireFormat
-from cleave.core.cost.resident import Sublayer, lean_terms, stack, sublayers_of
+from cleave.core.cost.rates import Server
+from cleave.core.cost.resident import sum_up
+from cleave.core.cost.terms import lean_terms
+from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Floats, Ints, Profiles
 from cleave.core.model.gemms import step_flops
 from cleave.core.model.shapes import named
+from cleave.core.model.sublayers import Sublayer, sublayers_of
 from cleave.core.plan.resident.cover import Recipe, cover, make_table, weigh
-from cleave.core.plan.resident.large_fleet import ResidentPlan, plan_resident
+from cleave.core.plan.resident.large_fleet import ModelPlan, plan_resident
 from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.rivals import Case, all_rivals, attention_by_heads_s
 from cleave.core.plan.step import choose_step, plan_step
@@ -119,7 +122,7 @@ def _table(scenario: Scenario, say: Say) -> None:
     alone = plan_step(profiles, shape, tokens, sequence=sequence, split="2d", grouped=False)
     grouped = plan_step(profiles, shape, tokens, sequence=sequence)
 
-    def columns(wire: WireFormat) -> ResidentPlan:
+    def columns(wire: WireFormat) -> ModelPlan:
         return plan_resident(profiles, shape, tokens, sequence=sequence, wire=wire)
 
     plan = columns("bf16")
@@ -174,7 +177,7 @@ def _one_recipe(scenario: Scenario, cell: tuple[str, str, int], recipe: Recipe) 
     model, kind, size = cell
     shape, profiles = named(model), fleet(kind, size, scenario["seed"])
     terms = lean_terms("bf16")
-    whole = stack(sublayers_of(shape), hidden=shape.hidden, sequence=scenario["sequence"], terms=terms)
+    whole = sum_up(sublayers_of(shape), hidden=shape.hidden, sequence=scenario["sequence"], terms=terms)
     table = make_table(profiles, whole, scenario["tokens"], recipe.chunk, is_held=True)
     best = np.inf
     for share in _SYNC_SHARES:
@@ -245,7 +248,7 @@ def _timing(scenario: Scenario, say: Say) -> None:
     shape, count = named(timing["model"]), timing["devices"]
     profiles = fleet("mixed", count, scenario["seed"])
 
-    def planned(devices: Profiles, previous: ResidentPlan | None) -> ResidentPlan:
+    def planned(devices: Profiles, previous: ModelPlan | None) -> ModelPlan:
         return plan_resident(devices, shape, scenario["tokens"], sequence=scenario["sequence"], previous=previous)
 
     say(f"## Planning time, {timing['model']}, {count:,} devices: seconds of CPU (wall clock)\n")
@@ -276,7 +279,7 @@ def _live_ms(profiles: Profiles, hidden: int, sublayers: tuple[Sublayer, ...]) -
     return 1e3 * (time.process_time() - begun)
 
 
-def _timed(work: Callable[[], ResidentPlan]) -> tuple[ResidentPlan, str]:
+def _timed(work: Callable[[], ModelPlan]) -> tuple[ModelPlan, str]:
     cpu, wall = time.process_time(), time.perf_counter()
     plan = work()
     return plan, f"{time.process_time() - cpu:.2f} ({time.perf_counter() - wall:.2f})"

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import numpy as np
 
-from cleave.core.cost.gemm import WireFormat
+from cleave.core.cost.wire import WireFormat
 from cleave.core.verify.products import (
     GROUP,
     Matrix,

@@ -4,7 +4,7 @@
 
 A target may raise nothing; a ProtocolError or a closed connection is how bad input should end. What crashes is written
 to a file, which repeats the crash when given in place of the corpus. Without a corpus it starts from tests/vectors, in
-build/fuzz. The laws themselves are in tests/wire/test_fuzz.py.
+build/fuzz. The laws themselves are in tests/protocol/test_fuzz.py.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ from pathlib import Path
 import atheris
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "tests" / "wire"))
+sys.path.insert(0, str(ROOT))
 
-with atheris.instrument_imports(include=["cleave", "connection", "obedient"]):
-    import connection
-    import mutations
-    import obedient
+with atheris.instrument_imports(include=["cleave", "tests.support"]):
+    from tests.support import connection, mutations, obedient
 
     from cleave.errors import ProtocolError
     from cleave.protocol import messages

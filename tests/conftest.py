@@ -1,4 +1,4 @@
-"""Settings and fixtures of every test.
+"""Settings, marks and fixtures of every test.
 
 No test depends on speed, so hypothesis has no deadline. Examples are the same in every run, so that CI is as green as
 the commit; `pytest --hypothesis-seed=random` looks further.
@@ -6,16 +6,59 @@ the commit; `pytest --hypothesis-seed=random` looks further.
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from tests.support.grids import covering_sample
+
+# Workers, servers and devices share the cores, and idle threads of a BLAS spin. It reads these when it is loaded.
+for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
+    os.environ.setdefault(_variable, "1")
 
 settings.register_profile("unhurried", deadline=None, derandomize=True)
 settings.load_profile("unhurried")
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` deselects
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark as slow each case of a `grid` that its covering sample can do without."""
+    grids: dict[tuple[str, int], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("grid")
+        if mark is not None and isinstance(item, pytest.Function):
+            grids[item.nodeid.partition("[")[0], mark.kwargs.get("strength", 2)].append(item)
+    for (_, strength), functions in grids.items():
+        sample = set(covering_sample([_parameters(function) for function in functions], strength))
+        for index, function in enumerate(functions):
+            if index not in sample:
+                function.add_marker(pytest.mark.slow)
+
+
+def _parameters(function: pytest.Function) -> dict[str, Hashable]:
+    """A case's values; what cannot be compared stands for itself."""
+    values = function.callspec.params.items()
+    return {name: value if isinstance(value, Hashable) else id(value) for name, value in values}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def interruptible() -> Iterator[None]:
+    """Run every test as if from a terminal, where SIGINT interrupts.
+
+    Under nohup and in the background of a script, a process starts with SIGINT ignored and passes that on to its
+    children. Cleave respects it, so tests that interrupt a run would wait for ever.
+    """
+    inherited = signal.getsignal(signal.SIGINT)
+    if inherited is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, inherited)
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from cleave.events import EventLog, Note, RunFinished, read_events
 Limit = Callable[[int | None], None]
 
 
-def _log(path: Path, most_waiting: int = 100) -> EventLog:
-    return EventLog(path, lambda: 1.0, most_waiting=most_waiting)
+def _log(path: Path, max_waiting: int = 100) -> EventLog:
+    return EventLog(path, lambda: 1.0, max_waiting=max_waiting)
 
 
 def _texts(path: Path) -> list[str]:
@@ -99,7 +99,7 @@ def test_a_device_that_is_always_full_stops_nobody_and_is_told_once(caplog: pyte
 def test_memory_is_bounded_and_the_gap_is_told(tmp_path: Path, limit_files: Limit) -> None:
     path = tmp_path / "events.jsonl"
     limit_files(10)
-    log = _log(path, most_waiting=3)
+    log = _log(path, max_waiting=3)
     for number in range(10):
         log(Note(text=f"note {number}"))
     limit_files(None)

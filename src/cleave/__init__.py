@@ -1,6 +1,6 @@
 """Cleave trains foundation models on idle laptops, desktops and phones.
 
-Public names are loaded on first use, so that `import cleave` and `cleave --help` stay fast.
+Public names are imported on first use, so that `import cleave` and `cleave --help` stay fast.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from cleave.api.training import distribute as distribute
     from cleave.api.training import overlap as overlap
     from cleave.api.training import undistribute as undistribute
-    from cleave.core.cost.gemm import Server as Server
+    from cleave.core.cost.rates import Server as Server
     from cleave.core.fleet.profiles import Profiles as Profiles
     from cleave.core.model.gemms import Gemm as Gemm
 
 __version__ = "0.1.0"
 __all__ = ["Fleet", "Gemm", "Profiles", "Server", "distribute", "overlap", "plan", "undistribute"]
 
-_HOMES = {
+_MODULES = {
     "plan": "cleave.api.planning",
     "Fleet": "cleave.api.fleet",
     "distribute": "cleave.api.training",
@@ -33,10 +33,10 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> object:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'cleave' has no attribute {name!r}")
     from importlib import import_module
 
-    found: object = getattr(import_module(_HOMES[name]), name)
-    globals()[name] = found  # a submodule of the same name, such as cleave.fleet, must not shadow it
-    return found
+    value: object = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value  # cache it, so that this runs once per name
+    return value

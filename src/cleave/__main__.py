@@ -1,4 +1,4 @@
-"""`python -m cleave` is `cleave`."""
+"""Run `python -m cleave` as the `cleave` command."""
 
 import sys
 

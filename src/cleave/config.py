@@ -1,8 +1,8 @@
-"""A run's settings: TOML and command-line flags in, one frozen struct out, checked once and here.
+"""Settings of a training run: TOML and command-line flags in, one validated frozen struct out.
 
-Defaults are those of the demo: a small byte model, four local devices, Python's own library as text, about two minutes.
-Keys are flat and are the names of the fields, with - or _. This module knows only what one value may be; whether a
-model, a file or an address exists is found out by who opens it.
+The defaults are the demo: a small byte model, four local devices, Python's own library as text, about two minutes. Keys
+are flat and match the field names, with - or _. This module validates single values only; whether a model, a file or an
+address exists is checked where it is opened.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal, Union, cast, get_args, get_origin, get_type_hints
 
+from cleave.core.cost.wire import WireFormat
+from cleave.core.model.grain import Grain
 from cleave.errors import InputError
 
-_LARGEST = 1e300  # infinities and whole numbers beyond any float are refused
-
-Wire = Literal["fp32", "bf16", "fp16", "int8"]
+_MAX_MAGNITUDE = 1e300  # rejects infinities, and integers beyond any float
 
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What a number may be; `above` leaves the lowest value itself out."""
+    """Allowed range of a number; `above` excludes the lowest value itself."""
 
     lowest: float
     highest: float = math.inf
@@ -42,94 +42,96 @@ class Range:
 
 
 Count = Annotated[int, Range(1, 2**31 - 1)]
-CountOrNone = Annotated[int, Range(0, 2**31 - 1)]
+CountOrZero = Annotated[int, Range(0, 2**31 - 1)]
 Share = Annotated[float, Range(0, 1)]
 Beta = Annotated[float, Range(0, 0.999999)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
+    """All settings of a run."""
+
     model: str = "demo"
-    """A preset, a named size such as opt-125m, a model directory, or a Hugging Face name."""
+    """Preset, named shape such as opt-125m, model directory, or Hugging Face name."""
     data: Path | None = None
-    """Text, .jsonl or .parquet, or a directory of them; without it, the sources of Python's own library."""
+    """Text, .jsonl or .parquet file, or a directory of them; default: the sources of Python's standard library."""
     steps: Count = 100
-    """Optimizer updates of the whole run, those before a resume included."""
+    """Optimizer updates of the whole run, including those before a resume."""
     sequence: Count = 256
-    """Tokens of one sequence."""
+    """Tokens per sequence."""
     batch: Count = 8
-    """Sequences of one micro-batch."""
+    """Sequences per micro-batch."""
     accumulate: Count = 1
-    """Micro-batches of one step; their mean loss is the loss of the step."""
+    """Micro-batches per step; the loss of a step is their mean."""
     in_flight: Count = 1
-    """Micro-batches computed at the same time, each in a thread; more than `accumulate` is no use."""
+    """Micro-batches computed concurrently, each in a thread; values above `accumulate` have no effect."""
     learning_rate: Annotated[float, Range(0, above=True)] = 2e-3
-    """The highest, reached at the end of the warm-up."""
-    warmup_steps: CountOrNone = 10
-    """Steps in which the learning rate rises in a line."""
+    """Peak learning rate, reached at the end of the warm-up."""
+    warmup_steps: CountOrZero = 10
+    """Steps of linear warm-up."""
     minimum_learning_rate_share: Share = 0.1
-    """Where the cosine ends, as a share of `learning_rate`."""
+    """Final learning rate of the cosine decay, as a share of `learning_rate`."""
     weight_decay: Annotated[float, Range(0)] = 0.1
-    """AdamW's, for matrices only: norms and biases have none."""
+    """Weight decay of AdamW, applied to matrices only, not to norms and biases."""
     betas: tuple[Beta, Beta] = (0.9, 0.95)
-    """AdamW's."""
+    """Betas of AdamW."""
     clip: Annotated[float, Range(0)] = 1.0
-    """The largest norm of the gradient; a larger one is scaled down. 0: no clipping."""
+    """Gradient clipping by global norm; 0 disables it."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 1
-    """Of the initial weights, the order of the text, dropout and the sample."""
-    eval_every: CountOrNone = 50
-    """Steps between evaluations; 0: only at the end."""
-    eval_batches: CountOrNone = 4
-    """Micro-batches of held-back text in one evaluation; 0: never evaluate."""
-    save_every: CountOrNone = 50
-    """Steps between checkpoints; 0: none by steps. There is always one at the end, or when something stops the run."""
+    """Seed for initial weights, data order, dropout and the text sample."""
+    eval_every: CountOrZero = 50
+    """Steps between evaluations; 0 evaluates only at the end."""
+    eval_batches: CountOrZero = 4
+    """Micro-batches of held-out text per evaluation; 0 disables evaluation."""
+    save_every: CountOrZero = 50
+    """Steps between checkpoints; 0 disables them. One is always saved at the end or when the run stops."""
     save_minutes: Annotated[float, Range(0)] = 10.0
-    """The most that a killed server loses, in minutes: a checkpoint after that time without one; 0: none by time."""
+    """Minutes between checkpoints, the most work a killed server can lose; 0 disables them."""
     keep: Count = 2
-    """How many checkpoints stay on disk, the newest ones."""
-    wire: Wire = "fp32"
-    """Numbers on the wire: fewer bytes, less exact."""
-    grain: Literal["auto", "gemm", "resident"] = "auto"
-    """gemm: blocks of single products; resident: layers that stay on devices; auto: whichever should be faster."""
+    """Checkpoints to keep on disk, the newest ones."""
+    wire: WireFormat = "fp32"
+    """Number format on the wire; smaller formats send fewer bytes and are less exact."""
+    grain: Grain = "auto"
+    """Unit of work: gemm, blocks of single products; resident, layers that stay on devices; auto, the faster one."""
     overlap: bool = False
-    """With resident layers, update each weight as soon as its gradient is there, and send it out while others are still
-    computed. A run that is stopped in the middle of a step then goes on from its last checkpoint."""
+    """With resident layers, update each weight as soon as its gradient arrives, and send it out while others are still
+    computed. A run stopped in the middle of a step then resumes from its last checkpoint."""
     offload: Literal["auto", "always"] = "always"
-    """auto: gemms too small to be worth sending stay on the server; always: every gemm goes to devices."""
-    devices: CountOrNone = 4
-    """Local device processes to start; 0: only wait for others to join."""
+    """auto: keep gemms on the server that are not worth sending; always: send every gemm."""
+    devices: CountOrZero = 4
+    """Local device processes to start; 0 waits for others to join."""
     device_threads: Count = 1
-    """Threads of each local device."""
+    """Threads per local device."""
     trust: Literal["sample", "strict", "none"] = "sample"
-    """Which work on resident layers the server computes again: a random share, all of it, or none."""
+    """Share of the work on resident layers to audit: a random sample, all (strict), or none."""
     listen: str = "127.0.0.1:0"
-    """HOST:PORT that devices dial; port 0 is any free one."""
+    """HOST:PORT that devices dial; port 0 picks a free one."""
     token: str | None = None
-    """The secret that a device must know to join. Only its hash is written into the run directory."""
+    """Secret that devices need to join. Only its hash is written to the run directory."""
     tls: bool = False
-    """Encrypt connections, with a certificate the server makes and devices know by its fingerprint, or a given one."""
+    """Encrypt connections, by default with a self-signed certificate that devices pin by its fingerprint."""
     tls_certificate: Path | None = None
-    """A certificate with its chain, in PEM, for the name that devices dial; implies `tls`."""
+    """PEM file of a certificate and its chain, for the name that devices dial; implies `tls`."""
     tls_key: Path | None = None
-    """Its key, in PEM, if that is another file."""
+    """PEM file of the certificate's key, if separate."""
     out: Path | None = None
-    """The run directory; without it, one is chosen."""
+    """Run directory; default: a new one."""
     wait_s: Annotated[float, Range(0, above=True)] = 60.0
-    """How long to wait for a first device."""
+    """Seconds to wait for the first device."""
     alone: Literal["wait", "compute"] = "wait"
-    """When every device is gone: wait for one to join, or let the server itself compute until then."""
+    """While no device is connected: wait for one to join, or compute on the server until then."""
     alone_wait_s: Annotated[float, Range(0, above=True)] = 3600.0
-    """How long to wait before the run stops, with its last finished step saved."""
+    """Seconds without a device before the run stops, with its last finished step saved."""
     dtype: Literal["fp32", "bf16"] = "fp32"
-    """Of the parameters."""
+    """Dtype of the parameters."""
     autocast: Literal["bf16"] | None = None
-    """The lower precision of the products while the parameters keep theirs."""
+    """Lower precision for products while parameters keep theirs."""
     checkpointing: bool = False
-    """Gradient checkpointing: activations are computed again in the backward pass instead of kept."""
+    """Gradient checkpointing: recompute activations in the backward pass instead of keeping them."""
     tensorboard: bool = True
-    """Write TensorBoard's files into the run directory, if TensorBoard is installed."""
-    sample: CountOrNone = 240
-    """Tokens of text that the trained model writes at the end; 0: none."""
+    """Write TensorBoard files to the run directory, if TensorBoard is installed."""
+    sample: CountOrZero = 240
+    """Tokens of text to sample from the trained model at the end; 0 for none."""
 
     @property
     def tokens_per_step(self) -> int:
@@ -137,7 +139,7 @@ class TrainConfig:
 
 
 def load_config(path: Path | None, overrides: Mapping[str, object]) -> TrainConfig:
-    """The defaults, then the file, then the overrides; an override that is None was not given."""
+    """Merge defaults, file and overrides, in rising precedence; overrides that are None are ignored."""
     values: dict[str, object] = {}
     for key, value in _read(path).items() if path is not None else ():
         values[_field_name(key, f" in {path}")] = value
@@ -145,7 +147,7 @@ def load_config(path: Path | None, overrides: Mapping[str, object]) -> TrainConf
         if value is not None:
             values[_field_name(key, "")] = value
     hints = get_type_hints(TrainConfig, include_extras=True)
-    config = TrainConfig(**{name: _checked(name, hints[name], value) for name, value in values.items()})  # pyright: ignore[reportArgumentType]
+    config = TrainConfig(**{name: _convert(name, hints[name], value) for name, value in values.items()})  # pyright: ignore[reportArgumentType]
     _check_address(config.listen)
     if config.tls_key is not None and config.tls_certificate is None:
         raise InputError("expected tls_certificate along with tls_key, got the key alone; give both, or only tls")
@@ -153,7 +155,7 @@ def load_config(path: Path | None, overrides: Mapping[str, object]) -> TrainConf
 
 
 def to_toml(config: TrainConfig) -> str:
-    """What `load_config` reads back as the same config, but for the token, which is a secret."""
+    """Write a config that `load_config` reads back unchanged, except for the token, which is secret."""
     lines = ["# The settings of this run, defaults included. To go on with it: cleave train --resume --out DIRECTORY"]
     for field in fields(config):
         value: object = getattr(config, field.name)
@@ -181,25 +183,25 @@ def _field_name(key: str, where: str) -> str:
     raise InputError(f"there is no setting {reprlib.repr(key)}{where}; {advice}")
 
 
-def _checked(name: str, hint: object, value: object) -> object:
-    """The value as the field's type, or an error that says what was expected."""
+def _convert(name: str, hint: object, value: object) -> object:
+    """Convert a value to the field's type, or raise InputError saying what was expected."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         if value is None:
             return None
-        return _checked(name, next(part for part in arguments if part is not type(None)), value)
+        return _convert(name, next(part for part in arguments if part is not type(None)), value)
     if origin is Annotated:
         allowed = cast("Range", arguments[1])
-        number = cast("float", _checked(name, arguments[0], value))
-        return number if number in allowed else _refuse(name, f"a number {allowed}", value)
+        number = cast("float", _convert(name, arguments[0], value))
+        return number if number in allowed else _reject(name, f"a number {allowed}", value)
     if origin is Literal:
-        return value if value in arguments else _refuse(name, f"one of {', '.join(map(str, arguments))}", value)
+        return value if value in arguments else _reject(name, f"one of {', '.join(map(str, arguments))}", value)
     if origin is tuple:
         items = cast("list[object]", value) if isinstance(value, list | tuple) else []
         if len(items) != len(arguments):
-            return _refuse(name, f"{len(arguments)} numbers", cast("object", value))
-        return tuple(_checked(name, part, item) for part, item in zip(arguments, items, strict=True))
-    if hint is float and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _LARGEST:
+            return _reject(name, f"{len(arguments)} numbers", cast("object", value))
+        return tuple(_convert(name, part, item) for part, item in zip(arguments, items, strict=True))
+    if hint is float and isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < _MAX_MAGNITUDE:
         return float(value)
     if hint is int and isinstance(value, int) and not isinstance(value, bool):
         return value
@@ -210,17 +212,17 @@ def _checked(name: str, hint: object, value: object) -> object:
     if hint is Path and isinstance(value, str | Path) and str(value):
         return Path(value)
     expected = {float: "a number", int: "a whole number", bool: "true or false", str: "a text", Path: "a path"}
-    return _refuse(name, expected[cast("type", hint)], value)
+    return _reject(name, expected[cast("type", hint)], value)
 
 
-def _refuse(name: str, expected: str, value: object) -> object:
+def _reject(name: str, expected: str, value: object) -> object:
     raise InputError(f"expected {name} to be {expected}, got {reprlib.repr(value)}; change that setting")
 
 
 def _check_address(listen: str) -> None:
     host, _, port = listen.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and int(port) < 2**16):
-        _refuse("listen", "HOST:PORT such as 0.0.0.0:7077 (port 0: any free one)", listen)
+        _reject("listen", "HOST:PORT such as 0.0.0.0:7077 (port 0: any free one)", listen)
 
 
 def _toml_value(value: object) -> str:
@@ -232,5 +234,5 @@ def _toml_value(value: object) -> str:
         case tuple():
             return f"[{', '.join(_toml_value(item) for item in cast('tuple[object, ...]', value))}]"
         case _:
-            # JSON's escapes of a string are TOML's too; it leaves one control character bare that TOML does not.
+            # JSON string escapes are valid TOML, except that JSON leaves DEL bare.
             return json.dumps(str(value), ensure_ascii=False).replace("\x7f", "\\u007f")

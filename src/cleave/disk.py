@@ -1,8 +1,7 @@
-"""Files that a killed process, a lost power line or a full disk cannot spoil.
+"""Files that survive a killed process, a power failure or a full disk.
 
-`write_whole` replaces a small file in one step: readers see the old text or the new one. `AppendedFile` grows record by
-record and treats a full disk as weather: it waits. This module knows no formats; `events`, `train` and whoever else
-keeps something for a person write through it.
+`write_whole` replaces a small file atomically: readers see the old text or the new one. `AppendedFile` grows record by
+record and waits while the disk is full. Knows no formats; event logs, settings, keys and curves are written through it.
 """
 
 from __future__ import annotations
@@ -15,12 +14,12 @@ from pathlib import Path
 from typing import Final
 
 _LOG: Final = logging.getLogger(__name__)
-MOST_WAITING: Final = 100_000  # records, which are a few hundred bytes each
+MAX_WAITING: Final = 100_000  # records, of a few hundred bytes each
 
 
 def sync(path: Path) -> None:
-    """Force a file, or the names in a directory, to disk."""
-    if path.is_dir() and os.name == "nt":  # Windows cannot open directories, and needs no such thing
+    """Flush a file, or the names in a directory, to disk."""
+    if path.is_dir() and os.name == "nt":  # Windows cannot open directories, and does not need this
         return
     handle = os.open(path, os.O_RDONLY if os.name != "nt" else os.O_RDWR)
     try:
@@ -30,7 +29,7 @@ def sync(path: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Put `data` where `path` is, all of it or, if that fails, nothing: the file of before is still there then."""
+    """Replace the file atomically; on failure the previous content stays."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_bytes(data)
@@ -43,19 +42,19 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 class AppendedFile:
-    """Appends records in order, each whole, and raises nothing: what the disk has no room for now is written later.
+    """Append complete records in order and never raise: what a full disk rejects now is written later.
 
-    A process that dies in the middle of a record leaves a torn one. With an `end`, which every whole record has, the
-    next process that opens the file ends the torn one first, so that it spoils no other.
+    A process that dies in the middle of a record leaves it torn. If every record ends with `end`, the next process to
+    open the file terminates the torn one first, so that it does not corrupt the next.
     """
 
-    def __init__(self, path: Path, *, end: bytes = b"", most_waiting: int = MOST_WAITING) -> None:
-        self._path, self._end, self._most_waiting = path, end, most_waiting
+    def __init__(self, path: Path, *, end: bytes = b"", max_waiting: int = MAX_WAITING) -> None:
+        self._path, self._end, self._max_waiting = path, end, max_waiting
         self._file: FileIO | None = None
         self._waiting: deque[bytes] = deque()
         self._failing = False
         self.dropped = 0
-        """Records given up since the start because too many waited: the oldest ones."""
+        """Records discarded so far because too many were waiting, oldest first."""
         self._write_waiting()
 
     @property
@@ -65,8 +64,8 @@ class AppendedFile:
     def write(self, record: bytes) -> None:
         self._waiting.append(record)
         self._write_waiting()
-        if len(self._waiting) > self._most_waiting:
-            del self._waiting[1]  # the first may have begun
+        if len(self._waiting) > self._max_waiting:
+            del self._waiting[1]  # the first may be partly written
             self.dropped += 1
 
     def close(self) -> None:
@@ -95,7 +94,7 @@ class AppendedFile:
             self._waiting.appendleft(self._end)
 
     def _write_first(self) -> None:
-        """A disk about to be full takes a part of a record; the rest of it is then the first."""
+        """Write the first record; a nearly full disk may take only part of it, and the rest stays first."""
         assert self._file is not None
         written = self._file.write(self._waiting[0])
         rest = self._waiting.popleft()[written:]
@@ -104,7 +103,7 @@ class AppendedFile:
 
 
 def _ends_with(path: Path, end: bytes) -> bool:
-    """An empty file ends as it should."""
+    """Whether a file ends with `end`, or is empty."""
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - len(end)))

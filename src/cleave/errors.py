@@ -1,16 +1,16 @@
 """Every error Cleave raises on purpose.
 
-CleaveError                 root; its text is one sentence: what was expected, what came, what to do
- ├─ InputError              something a person gave is wrong (file, flag, name, number)
+CleaveError                 root; the message is one sentence: what was expected, what came, what to do
+ ├─ InputError              bad user input: a file, flag, name or number
  │   ├─ FleetError          a fleet file or a mix
  │   └─ ModelError          a model name or a config.json
- ├─ InfeasibleError         the input is well formed, but no plan can exist for it
- ├─ ProtocolError           the other side of a connection sent what it must not
- ├─ WrongResult             a device returned what its operands do not give
- ├─ ConnectionLost          the other side of a connection is gone, or cannot be reached
- └─ FleetGoneError          work waits, and no device came for too long
+ ├─ InfeasibleError         valid input for which no plan exists
+ ├─ ProtocolError           the peer violated the protocol
+ ├─ WrongResult             a device returned a result that does not match its operands
+ ├─ ConnectionLost          the peer is gone or cannot be reached
+ └─ FleetGoneError          no device was connected for too long while work waited
 
-The command line prints the sentence and exits with code 2.
+The command line prints the message and exits with code 2.
 """
 
 

@@ -1,7 +1,7 @@
-"""What happens in a run, as facts for machines: one JSON object a line, in the order it happened.
+"""Events of a run and their log: one JSON object per line, in the order they happened.
 
-Everything a person is shown live (terminal view, reports) is made from these, so a finished run can be looked at again.
-The log knows no devices and no training; `train` and `server` say what happened, `app` writes it down.
+Terminal views and reports are built from events alone, so a finished run can be shown again from its log. The log knows
+no devices and no training; `train` and `server` emit events, the command line writes them down.
 """
 
 from __future__ import annotations
@@ -11,20 +11,22 @@ from pathlib import Path
 
 import msgspec
 
-from cleave.disk import MOST_WAITING, AppendedFile
+from cleave.disk import MAX_WAITING, AppendedFile
 
 
 def _snake(name: str) -> str:
-    return "".join("_" + letter.lower() if letter.isupper() else letter for letter in name).lstrip("_")
+    return "".join("_" + character.lower() if character.isupper() else character for character in name).lstrip("_")
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag=_snake):
-    """`time_s` is seconds since 1970, set by the log."""
+    """Base of all events. `time_s` is in seconds since 1970, set by the log."""
 
     time_s: float = 0.0
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
+    """A run started or resumed."""
+
     model: str
     parameters: int
     steps: int
@@ -35,6 +37,8 @@ class RunStarted(Event, frozen=True, kw_only=True):
 
 
 class DeviceJoined(Event, frozen=True, kw_only=True):
+    """A device was admitted; rates and latency are measured at that moment."""
+
     device: str
     flops_per_s: float
     down_bytes_per_s: float
@@ -45,33 +49,35 @@ class DeviceJoined(Event, frozen=True, kw_only=True):
 
 
 class DeviceLeft(Event, frozen=True, kw_only=True):
+    """A device left or was disconnected."""
+
     device: str
     reason: str
     lost_tasks: int
 
 
 class DeviceLate(Event, frozen=True, kw_only=True):
-    """Its work is given to others too; it gets no more until it speaks again."""
+    """A device missed its deadline: its work is hedged, and it gets none until it responds."""
 
     device: str
 
 
 class DeviceIdle(Event, frozen=True, kw_only=True):
-    """With it, every product would end later than without."""
+    """A device gets no work, as every product would finish later with it than without."""
 
     device: str
     reason: str
 
 
 class ResultRefused(Event, frozen=True, kw_only=True):
-    """A result was found wrong; its block is computed again by another device."""
+    """A result was wrong; another device recomputes its block."""
 
     device: str
     reason: str
 
 
 class Audited(Event, frozen=True, kw_only=True):
-    """What a device did in a column of a pass was computed again by the server."""
+    """The server audited a device's work on resident layers."""
 
     device: str
     units: int
@@ -79,27 +85,29 @@ class Audited(Event, frozen=True, kw_only=True):
 
 
 class Recovered(Event, frozen=True, kw_only=True):
-    """All that a device left unfinished has been computed by others."""
+    """Other devices finished the work of one that left."""
 
     device: str
     blocks: int
     seconds: float
-    """From the moment its loss was noticed."""
+    """Time since the departure was noticed."""
 
 
 class Paused(Event, frozen=True, kw_only=True):
-    """No device is there; work waits."""
+    """No device is connected; work waits."""
 
     reason: str
 
 
 class Note(Event, frozen=True, kw_only=True):
-    """A sentence for the person who runs it, such as which gemms stay on the server and why."""
+    """A message for the user, such as which gemms stay on the server and why."""
 
     text: str
 
 
 class StepDone(Event, frozen=True, kw_only=True):
+    """An optimizer step finished."""
+
     step: int
     """Counted from 1."""
     loss: float
@@ -108,35 +116,43 @@ class StepDone(Event, frozen=True, kw_only=True):
     tokens: int
     seconds: float
     waiting_s: float
-    """Of `seconds`, how long the training loop stood waiting for devices."""
+    """Part of `seconds` in which the training loop waited for devices."""
     checking_s: float = 0.0
-    """How long the server was busy checking results."""
+    """Time the server spent verifying results."""
     devices: int
     down_bytes: int
     up_bytes: int
 
 
 class Evaluated(Event, frozen=True, kw_only=True):
+    """The model was evaluated on held-out text."""
+
     step: int
     loss: float
 
 
 class CheckpointSaved(Event, frozen=True, kw_only=True):
+    """A checkpoint was written."""
+
     step: int
     path: str
 
 
 class Resumed(Event, frozen=True, kw_only=True):
+    """A run resumed from a checkpoint."""
+
     step: int
     path: str
 
 
 class RunFinished(Event, frozen=True, kw_only=True):
+    """A run ended, for whatever reason."""
+
     step: int
     loss: float | None
-    """Of the last finished step; None if there is none, for JSON has no NaN."""
+    """Loss of the last finished step; None if there is none, as JSON has no NaN."""
     reason: str
-    """`done`, or what stopped it."""
+    """`done`, or why it stopped."""
 
 
 AnyEvent = (
@@ -160,22 +176,24 @@ Listener = Callable[[AnyEvent], None]
 
 
 class EventLog:
-    """Appends events to a file, each line whole: a crash can tear only the last one, which `read_events` skips.
+    """Append events to a file. A crash can tear only the last line, which `read_events` skips.
 
-    A disk that is full ends no run: events wait in memory for room, and a note says how many were too many to keep.
+    A full disk does not stop a run: events wait in memory, and a note reports how many had to be dropped.
     """
 
-    def __init__(self, path: Path, clock: Callable[[], float], *, most_waiting: int = MOST_WAITING) -> None:
+    def __init__(self, path: Path, clock: Callable[[], float], *, max_waiting: int = MAX_WAITING) -> None:
         self._clock = clock
         self._encoder = msgspec.json.Encoder()
-        self._file = AppendedFile(path, end=b"\n", most_waiting=most_waiting)
-        self._told = 0
+        self._file = AppendedFile(path, end=b"\n", max_waiting=max_waiting)
+        self._reported = 0
 
     def __call__(self, event: AnyEvent) -> None:
         self._append(event)
-        if (dropped := self._file.dropped) > self._told and not self._file.waiting:
-            self._append(Note(text=f"the disk was full for so long that {dropped - self._told} events are not here"))
-            self._told = dropped
+        if (dropped := self._file.dropped) > self._reported and not self._file.waiting:
+            self._append(
+                Note(text=f"the disk was full for so long that {dropped - self._reported} events are not here")
+            )
+            self._reported = dropped
 
     def close(self) -> None:
         self._file.close()
@@ -185,7 +203,7 @@ class EventLog:
 
 
 def read_events(path: Path) -> Iterator[AnyEvent]:
-    """The events of a log, without lines that a crash tore; NULs are what a lost power line may leave of a line."""
+    """Yield the events of a log, skipping lines torn by a crash; a power failure may leave NULs in front of one."""
     decoder = msgspec.json.Decoder(AnyEvent)
     for line in path.read_bytes().splitlines():
         try:

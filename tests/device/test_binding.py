@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from tests.support.device_bench import Bench
 from tests.support.one_layer import CHUNK, HIDDEN, PLAIN, ROWS, Layer
 
+from cleave.core.model.decoder import Attention, Mlp, Weight
 from cleave.errors import ProtocolError
-from cleave.protocol.programs import Attention, Backward, Collect, Forward, Mlp, Weight
+from cleave.protocol.programs import Backward, Collect, Forward
 
 
 def _replaced(part: Any, name: str, **changed: Any) -> Any:

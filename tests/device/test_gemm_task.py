@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cleave.core.model.batch import Matrix
 from cleave.core.schedule.rectangles import Rectangle, total, within, without
 from cleave.device.programs.gemm import GemmTask
 from cleave.device.programs.kernels import Kernel, NumpyKernel, TorchKernel
-from cleave.device.store import Store
+from cleave.device.store import OperandStore
 from cleave.errors import ProtocolError
 from cleave.protocol.frames import PAYLOAD_BYTES
 from cleave.protocol.messages import Store as StoreMessage
-from cleave.protocol.numbers import Matrix
 from cleave.protocol.programs import Gemm, Layout
 
 steady = settings(max_examples=40, deadline=None, derandomize=True)
@@ -57,7 +57,7 @@ class Bench:
             terms.append((number, number + 1))
             self.expected += oriented(layout, a, b)
         self.arrived = dict.fromkeys(self.operands, 0)
-        self.store = Store(kernel, sum(4 * matrix.size for matrix in self.operands.values()))
+        self.store = OperandStore(kernel, sum(4 * matrix.size for matrix in self.operands.values()))
         program = Gemm(layout=layout, terms=tuple(terms), rows=rows, cols=cols)
         self.task = GemmTask(program, self.store, kernel)
         self.total_flops = 2.0 * rows * cols * sum(inners)
@@ -216,7 +216,9 @@ def test_a_sum_of_transposed_terms_is_refused() -> None:
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
 def test_a_block_of_no_terms_is_refused(layout: Layout) -> None:
     with pytest.raises(ProtocolError):
-        GemmTask(Gemm(layout=layout, terms=(), rows=4, cols=4), Store(NumpyKernel(), 1), NumpyKernel()).next_chunk()
+        GemmTask(
+            Gemm(layout=layout, terms=(), rows=4, cols=4), OperandStore(NumpyKernel(), 1), NumpyKernel()
+        ).next_chunk()
 
 
 @steady

@@ -14,9 +14,9 @@ from transformers.models.mistral.modeling_mistral import MistralDecoderLayer
 from transformers.models.opt.modeling_opt import OPTDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
+from cleave.core.model.batch import Matrix
+from cleave.core.model.decoder import Attention, Mlp, Norm, Part, Weight
 from cleave.device.programs.kernels import Kernel, NumpyKernel, TorchKernel
-from cleave.protocol.numbers import Matrix
-from cleave.protocol.programs import Attention, Mlp, Norm, Part, Weight
 
 HIDDEN, HEADS, KEY_HEADS, HEAD_DIM, INNER, ROWS, WINDOW = 32, 4, 2, 8, 44, 21, 6
 
@@ -161,6 +161,7 @@ class Layer:
         )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("kernel", ["numpy", "torch"])
 @pytest.mark.parametrize("chunk", [1, 5, 8, ROWS])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "opt", "gpt2"])

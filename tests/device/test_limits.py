@@ -15,9 +15,8 @@ import numpy as np
 import pytest
 
 from cleave import Fleet
-from cleave.core.model.gemms import Role
-from cleave.core.plan.gemm.layer import Linear
-from cleave.protocol.numbers import Matrix
+from cleave.core.model.batch import Matrix
+from cleave.core.model.gemms import Linear, Role
 
 MEMORY = "400MB"
 MEMORY_BYTES = 400e6

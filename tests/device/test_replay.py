@@ -14,13 +14,14 @@ from tests.support.device_bench import Bench, Journey, assert_close
 from tests.support.one_layer import CHUNK, PLAIN, Layer
 from tests.support.plain_parts import Maker, rotary_table
 
-from cleave.core.cost.gemm import WireFormat
+from cleave.core.cost.wire import WireFormat
+from cleave.core.model.batch import Matrix
 from cleave.core.verify.recompute import disagreement, least_of
 from cleave.device.programs.kernels import NumpyKernel, TorchKernel
 from cleave.device.replay import replay
 from cleave.errors import ProtocolError
 from cleave.protocol.messages import Drop, Run, Store
-from cleave.protocol.numbers import Matrix, NumpyCodec
+from cleave.protocol.numbers import NumpyCodec
 from cleave.protocol.programs import Collect, Gemm, Program
 
 FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)

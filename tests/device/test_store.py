@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.core.cost.gemm import WireFormat
 from cleave.core.cost.resident import state_bytes
+from cleave.core.cost.wire import WireFormat, encoded_bytes
+from cleave.core.model.batch import Matrix
 from cleave.device.programs.kernels import NumpyKernel
-from cleave.device.store import Store
+from cleave.device.store import OperandStore
 from cleave.errors import ProtocolError
 from cleave.protocol.messages import Store as StoreMessage
-from cleave.protocol.numbers import Encoded, Matrix, NumpyCodec, encoded_bytes
+from cleave.protocol.numbers import Encoded, NumpyCodec
 
 
 def strip(
@@ -48,7 +49,7 @@ def numbers(rows: int, cols: int) -> Matrix:
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.integers(1, 12), st.integers(1, 6), st.lists(st.integers(1, 5)), st.sampled_from(["fp32", "bf16", "fp16"]))
 def test_strips_in_order_give_the_operand(rows: int, cols: int, heights: list[int], format: WireFormat) -> None:
-    store, matrix = Store(NumpyKernel(), 4 * rows * cols), numbers(rows, cols)
+    store, matrix = OperandStore(NumpyKernel(), 4 * rows * cols), numbers(rows, cols)
     top = 0
     for height in [*heights, rows]:
         bottom = min(top + height, rows)
@@ -66,7 +67,7 @@ def test_strips_in_order_give_the_operand(rows: int, cols: int, heights: list[in
 
 
 def test_memory_is_refused_beyond_the_cap_and_free_again_after_a_drop() -> None:
-    store, matrix = Store(NumpyKernel(), 100), numbers(4, 5)
+    store, matrix = OperandStore(NumpyKernel(), 100), numbers(4, 5)
     message, payload = strip(1, matrix, 0, 4)
     store.write(message, payload.data)
     assert store.used_bytes == 80
@@ -94,7 +95,7 @@ def test_memory_is_refused_beyond_the_cap_and_free_again_after_a_drop() -> None:
 )
 def test_a_first_strip_elsewhere_is_refused(message: StoreMessage) -> None:
     with pytest.raises(ProtocolError):
-        Store(NumpyKernel(), 1000).write(message, bytes(max(0, 12 * message.strip_rows)))
+        OperandStore(NumpyKernel(), 1000).write(message, bytes(max(0, 12 * message.strip_rows)))
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_a_first_strip_elsewhere_is_refused(message: StoreMessage) -> None:
 )
 def test_a_strip_out_of_order_or_of_another_size_is_refused(message: StoreMessage) -> None:
     """Rows 0-2 of 4 x 3 are there, so rows 2-4 of 4 x 3 come next and nothing else."""
-    store = Store(NumpyKernel(), 1000)
+    store = OperandStore(NumpyKernel(), 1000)
     store.write(*strip(1, numbers(4, 3), 0, 2))
     with pytest.raises(ProtocolError, match="expected rows from 2 on of operand 1 \\(4 x 3\\)"):
         store.write(message, bytes(4 * message.strip_rows * message.cols))
@@ -121,7 +122,7 @@ def test_a_strip_out_of_order_or_of_another_size_is_refused(message: StoreMessag
 
 @pytest.mark.parametrize(("rows", "cols"), [(0, 3), (3, 0), (-1, -1), (-2, 3)])
 def test_an_operand_of_no_size_is_refused(rows: int, cols: int) -> None:
-    store = Store(NumpyKernel(), 1000)
+    store = OperandStore(NumpyKernel(), 1000)
     with pytest.raises(ProtocolError, match="at least 1 x 1"):
         store.write(header(rows=rows, cols=cols, strip_rows=1), b"")
     assert store.used_bytes == 0
@@ -130,16 +131,16 @@ def test_an_operand_of_no_size_is_refused(rows: int, cols: int) -> None:
 @pytest.mark.parametrize("size", [0, 47, 49, 96])
 def test_a_payload_of_another_length_is_refused(size: int) -> None:
     with pytest.raises(ProtocolError, match="expected 48 bytes"):
-        Store(NumpyKernel(), 1000).write(header(), bytes(size))
+        OperandStore(NumpyKernel(), 1000).write(header(), bytes(size))
 
 
 def test_a_size_beyond_all_memory_is_refused_before_anything_is_allocated() -> None:
     with pytest.raises(ProtocolError, match="does not go beyond its memory"):
-        Store(NumpyKernel(), 1000).write(header(rows=1 << 40, cols=1 << 20, strip_rows=1), b"")
+        OperandStore(NumpyKernel(), 1000).write(header(rows=1 << 40, cols=1 << 20, strip_rows=1), b"")
 
 
 def test_dropping_what_is_not_there_changes_nothing() -> None:
-    store = Store(NumpyKernel(), 1000)
+    store = OperandStore(NumpyKernel(), 1000)
     store.write(*strip(1, numbers(4, 3), 0, 4))
     store.drop((2, 3))
     assert store.used_bytes == 48
@@ -148,7 +149,7 @@ def test_dropping_what_is_not_there_changes_nothing() -> None:
 
 
 def test_int8_strips_carry_their_own_scales() -> None:
-    store, matrix = Store(NumpyKernel(), 1000), numbers(4, 3) - 5
+    store, matrix = OperandStore(NumpyKernel(), 1000), numbers(4, 3) - 5
     for first in (0, 2):
         message, payload = strip(1, matrix, first, first + 2, "int8")
         assert len(payload) == encoded_bytes("int8", 2, 3)
@@ -159,7 +160,7 @@ def test_int8_strips_carry_their_own_scales() -> None:
 
 
 def test_clearing_forgets_what_was_made_here_too() -> None:
-    store = Store(NumpyKernel(), 1000)
+    store = OperandStore(NumpyKernel(), 1000)
     store.make_state(1, (3,), 5)
     store.accumulator(2, 3, 4)
     assert store.used_bytes == state_bytes((3,), 5) + 48

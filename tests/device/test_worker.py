@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import pytest
 
-from cleave.core.cost.gemm import WireFormat
+from cleave.core.cost.wire import WireFormat
+from cleave.core.model.batch import Matrix
 from cleave.core.schedule.rectangles import Rectangle, total, within, without
 from cleave.device.programs.kernels import Array, Kernel, NumpyKernel
 from cleave.device.worker import Contribution, Offer, Refusal, Worker
@@ -18,7 +19,7 @@ from cleave.errors import ConnectionLost, ProtocolError
 from cleave.protocol import messages
 from cleave.protocol.frames import PAYLOAD_BYTES
 from cleave.protocol.messages import AnyMessage
-from cleave.protocol.numbers import Matrix, NumpyCodec
+from cleave.protocol.numbers import NumpyCodec
 from cleave.protocol.programs import Gemm, Layout
 from cleave.transport.base import Received
 from cleave.transport.memory import MemoryChannel, memory_pair

@@ -10,12 +10,13 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
+from tests.support.grids import fast_and_slow
 from torch import nn
 
 from cleave import Fleet, distribute, events
@@ -28,21 +29,12 @@ from cleave.transport.websocket import dial
 
 pytestmark = pytest.mark.timeout(400)
 
-STEPS, DEVICES, AT_LEAST = 100, 3, 2
+DEVICES, AT_LEAST = 3, 2
 LIFE_STEPS = 8.0
 """Of a device, in the mean: it takes part in a few steps and is gone."""
 VOCABULARY, WIDTH, LAYERS, TOKENS = 64, 64, 3, 256
 MOMENTS = 2 * (LAYERS + 1)
 NEAR = 1e-3
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Devices, server and test share two cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class Residual(nn.Module):
@@ -60,7 +52,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), *layers, nn.Linear(WIDTH, VOCABULARY))
 
 
-def losses(trained: nn.Sequential, before_step: Callable[[], None] = lambda: None, steps: int = STEPS) -> list[float]:
+def losses(trained: nn.Sequential, steps: int, before_step: Callable[[], None] = lambda: None) -> list[float]:
     """Each token shall say the next one of a walk with a rule, which can be learned."""
     optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-3)
     generator = torch.Generator().manual_seed(2)
@@ -108,13 +100,14 @@ def furthest(ours: list[float], plain: list[float]) -> float:
     return max(abs(one - other) for one, other in zip(ours, plain, strict=True))
 
 
-def test_a_fleet_whose_devices_die_every_few_steps_trains_like_one_machine() -> None:
-    plain = losses(model())
+@pytest.mark.parametrize("steps", fast_and_slow([30], [100]))
+def test_a_fleet_whose_devices_die_every_few_steps_trains_like_one_machine(steps: int) -> None:
+    plain = losses(model(), steps)
     assert plain[-1] < 0.2 * plain[0], "the model must really learn"
 
     with Fleet.local(DEVICES, offload="always") as fleet:
-        undisturbed = losses(distribute(model(), fleet))
-        assert fleet.cluster.totals().products >= 3 * STEPS
+        undisturbed = losses(distribute(model(), fleet), steps)
+        assert fleet.cluster.totals().products >= 3 * steps
 
     told: list[events.AnyEvent] = []
     with Fleet("127.0.0.1:0", offload="always", listener=told.append) as fleet:
@@ -123,10 +116,10 @@ def test_a_fleet_whose_devices_die_every_few_steps_trains_like_one_machine() -> 
         fleet.wait(DEVICES)
         disturbed_model = distribute(model(), fleet)
         killer.haunt(disturbed_model)
-        disturbed = losses(disturbed_model, before_step=lambda: fleet.wait(AT_LEAST))
+        disturbed = losses(disturbed_model, steps, before_step=lambda: fleet.wait(AT_LEAST))
 
     left = [event for event in told if isinstance(event, events.DeviceLeft)]
-    assert killer.kills > STEPS * DEVICES / LIFE_STEPS / 2
+    assert killer.kills > steps * DEVICES / LIFE_STEPS / 2
     assert len(left) > killer.kills / 2, "some die before they have joined, but not most"
     assert all(event.reason for event in left)
     assert any(event.lost_tasks > 0 for event in left), "none died in the middle of something"
@@ -136,9 +129,7 @@ def test_a_fleet_whose_devices_die_every_few_steps_trains_like_one_machine() -> 
 
 
 def test_two_of_six_devices_killed_in_the_middle_of_a_step_change_no_loss_and_restart_nothing() -> None:
-    with Fleet.local(6, offload="always") as fleet:
-        undisturbed = losses(distribute(model(), fleet), steps=6)
-
+    plain = losses(model(), steps=6)
     told: list[events.AnyEvent] = []
     with Fleet("127.0.0.1:0", offload="always", listener=told.append) as fleet:
         victims = fleet.start_devices(6)[:2]
@@ -157,7 +148,7 @@ def test_two_of_six_devices_killed_in_the_middle_of_a_step_change_no_loss_and_re
         disturbed = losses(disturbed_model, steps=6)
         assert fleet.cluster.devices == 4
     assert passes == 6, "no step was begun twice"
-    assert furthest(disturbed, undisturbed) < 1e-4
+    assert furthest(disturbed, plain) < 1e-4
     left = [event for event in told if isinstance(event, events.DeviceLeft)][:2]
     assert len({event.device for event in left}) == 2
     recovered = [event for event in told if isinstance(event, events.Recovered)]

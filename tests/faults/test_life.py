@@ -181,7 +181,7 @@ def test_no_device_is_called_what_the_server_calls_itself() -> None:
 def test_a_device_too_small_for_anything_makes_work_wait_for_another() -> None:
     async def scene() -> None:
         world = World()
-        world.dial("tiny", memory_bytes=1000)
+        world.dial("tiny", memory_bytes=500)
         await world.until(lambda: bool(world.joined()))
         work = asyncio.ensure_future(world.products(layer(1)))
         await world.until(lambda: bool(told(world, events.Paused)))

@@ -13,40 +13,42 @@ from tests.faults.test_passes import Layout, arranged, go
 from tests.support.virtual import run
 from tests.support.world import World
 
-from cleave.core.cost.gemm import Server
-from cleave.core.cost.resident import Sublayer, live_terms, stack
+from cleave.core.cost.rates import Server
+from cleave.core.cost.resident import sum_up
+from cleave.core.cost.terms import live_terms
 from cleave.core.fleet.profiles import Profiles
+from cleave.core.model.sublayers import Sublayer
 from cleave.core.plan.resident.small_fleet import plan_columns
-from cleave.core.plan.resident.stages import ColumnPlan, Setting, judge
+from cleave.core.plan.resident.stages import ResidentPlan, Setting, drafts, judge
 from cleave.protocol.frames import Buffer
 from cleave.protocol.messages import AnyMessage
 from cleave.transport.base import Channel, Received
 from cleave.transport.faulty import FaultyChannel
 
-from tests.support.stacks import Decoder, decoder  # isort: skip  # test_passes puts it on the path
+from tests.support.stacks import SmallDecoder, decoder  # isort: skip  # test_passes puts it on the path
 
 HEADERS, NORMS = 0.03, 0.001
 
 
-def judged(layout: Layout, chunk: int) -> Callable[..., ColumnPlan]:
+def judged(layout: Layout, chunk: int) -> Callable[..., ResidentPlan]:
     """This arrangement, with the bytes that the planner foresees of it."""
 
-    def arrange(profiles: Profiles, sublayers: Sequence[Sublayer], **given: Any) -> ColumnPlan:
+    def arrange(profiles: Profiles, sublayers: Sequence[Sublayer], **given: Any) -> ResidentPlan:
         setting = Setting(
-            stack=stack(sublayers, hidden=given["hidden"], sequence=given["sequence"], terms=live_terms(given["wire"])),
+            sums=sum_up(sublayers, hidden=given["hidden"], sequence=given["sequence"], terms=live_terms(given["wire"])),
             sequences=given["sequences"],
             profiles=profiles,
             server=Server(),
             medium_bytes_per_s=math.inf,
         )
-        plan = judge(setting, arranged(layout)(profiles, sublayers).stages, chunk)
+        plan = judge(setting, drafts(arranged(layout)(profiles, sublayers).stages, profiles.names) or [], chunk)
         assert plan is not None
         return plan
 
     return arrange
 
 
-ARRANGEMENTS: dict[str, Callable[..., ColumnPlan]] = {
+ARRANGEMENTS: dict[str, Callable[..., ResidentPlan]] = {
     "planned": plan_columns,
     "alone": judged([(9, [["ann"]])], 64),
     "mates": judged([(9, [["ann", "bob"]])], 64),
@@ -74,12 +76,12 @@ class Counting(FaultyChannel):
 
 
 @pytest.fixture(scope="module")
-def model() -> Decoder:
+def model() -> SmallDecoder:
     return decoder(hidden=128, head_dim=32, inner=384, layers=4, words=512)
 
 
 @pytest.mark.parametrize("name", ARRANGEMENTS)
-def test_a_step_moves_the_bytes_that_were_foreseen(name: str, model: Decoder) -> None:
+def test_a_step_moves_the_bytes_that_were_foreseen(name: str, model: SmallDecoder) -> None:
     async def main() -> None:
         world = World(arrange=ARRANGEMENTS[name])
         counters: list[Counting] = []
@@ -95,7 +97,7 @@ def test_a_step_moves_the_bytes_that_were_foreseen(name: str, model: Decoder) ->
         for counter in counters:
             counter.down_bytes = counter.up_bytes = 0  # what the probe took
         await go(world, model, sequences=4, sequence=256)
-        after, plan = world.cluster.totals(), world.cluster.grains.latest
+        after, plan = world.cluster.totals(), world.cluster.planning.latest
         assert plan is not None
         assert sum(counter.down_bytes for counter in counters) == pytest.approx(plan.down_bytes, rel=NORMS)
         assert sum(counter.up_bytes for counter in counters) == pytest.approx(plan.up_bytes, rel=NORMS)

@@ -15,17 +15,18 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 import pytest
+from tests.support import plans
 from tests.support.doomed import DoomedChannel, Moment
-from tests.support.stacks import Decoder, decoder
+from tests.support.grids import fast_and_slow
+from tests.support.plans import Layout
+from tests.support.stacks import SmallDecoder, decoder
 from tests.support.virtual import run
 from tests.support.world import ROOMY, Device, World
 
 from cleave import events
-from cleave.core.fleet.profiles import Profiles
-from cleave.core.plan.resident.stages import ColumnPlan, Share, Stage
+from cleave.core.model.batch import Gradients, Matrix
+from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.errors import FleetGoneError
-from cleave.protocol.decoder import Gradients
-from cleave.protocol.numbers import Matrix
 from cleave.transport.base import Channel
 
 LIMIT_S = 300.0
@@ -35,10 +36,6 @@ SEQUENCES, SEQUENCE, CHUNK = 4, 6, 4
 Fate = Literal["vanish", "leave", "half-open", "fail", "stall", "slow"]
 FATES: tuple[Fate, ...] = get_args(Fate)
 STALL_S = 6.0
-
-Slices = Sequence[Sequence[str]]
-Layout = Sequence[tuple[int, Slices]]
-"""Of each stage: how many sublayers, and who holds each slice; whoever is not there is left out."""
 
 LAYOUTS: dict[str, Layout] = {
     "mates": [(5, [["ann", "bob"]])],
@@ -58,35 +55,8 @@ MOMENTS: dict[str, Moment] = {
 }
 
 
-def arranged(layout: Layout, chunk: int = CHUNK) -> Callable[..., ColumnPlan]:
-    """Always this, as far as its devices are there; a column nobody is left for goes to all who are."""
-
-    def arrange(profiles: Profiles, sublayers: Sequence[Any], **_: object) -> ColumnPlan:
-        place = {name: index for index, name in enumerate(profiles.names)}
-        stages: list[Stage] = []
-        first = 0
-        for count, slices in layout:
-            columns = [[name for name in column if name in place] or list(place) for column in slices]
-            shares = tuple(tuple(Share(place[name], 1.0) for name in column) for column in columns)
-            stages.append(Stage(first=first, count=min(count, len(sublayers) - first), slices=shares))
-            first += stages[-1].count
-        stages = [stage for stage in stages if stage.count]  # the head, where there is none
-        return plan_of(stages, chunk)
-
-    return arrange
-
-
-def plan_of(stages: Sequence[Stage], chunk: int) -> ColumnPlan:
-    return ColumnPlan(
-        stages=tuple(stages),
-        chunk=chunk,
-        step_s=1.0,
-        busiest_s=1.0,
-        fill_s=0.0,
-        down_bytes=0.0,
-        up_bytes=0.0,
-        limit="compute",
-    )
+def arranged(layout: Layout, chunk: int = CHUNK) -> Callable[..., ResidentPlan]:
+    return plans.arranged(layout, chunk)
 
 
 def names(layout: Layout) -> list[str]:
@@ -97,14 +67,14 @@ def names(layout: Layout) -> list[str]:
 
 
 async def go(
-    world: World, model: Decoder, *, seed: int = 0, sequences: int = SEQUENCES, sequence: int = SEQUENCE
+    world: World, model: SmallDecoder, *, seed: int = 0, sequences: int = SEQUENCES, sequence: int = SEQUENCE
 ) -> tuple[Matrix, Gradients]:
     """A batch forward and back; without a head from a gradient that is drawn."""
     batch = model.batch(world.cluster, seed=seed, sequences=sequences, sequence=sequence)
-    running = world.cluster.run(model.stack, batch)
+    running = world.cluster.run(model.decoder, batch)
     outputs = await asyncio.wrap_future(running.outputs)
     dy = None
-    if model.stack.head is None:
+    if model.decoder.head is None:
         dy = np.random.default_rng(seed + 100).normal(0, 1 / len(outputs), outputs.shape).astype(np.float32)
     return outputs.copy(), await asyncio.wrap_future(running.backward(dy))
 
@@ -150,7 +120,7 @@ def _near(ours: Matrix, theirs: Matrix) -> None:
 
 async def assert_nothing_is_left(world: World, devices: Sequence[Device]) -> None:
     """No task anywhere, and soon none of what devices make for a pass on any that is still there."""
-    ledger = world.cluster._ledger  # pyright: ignore[reportPrivateUsage]
+    ledger = world.cluster.engine.ledger
     ledger.check()
     assert not ledger.is_busy
     async with asyncio.timeout(60.0):
@@ -224,6 +194,7 @@ def cells() -> list[Any]:
     return found
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("layout", "victim", "moment", "fate", "has_head"), cells())
 def test_a_pass_gives_the_same_whatever_becomes_of_one_device(
     layout: str, victim: str, moment: str, fate: Fate, has_head: bool
@@ -249,6 +220,7 @@ def test_a_pass_gives_the_same_whatever_becomes_of_one_device(
 # ------------------------------------------------------------------------------------------------ several at once
 
 
+@pytest.mark.grid(strength=1)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("layout", ["pipeline", "mixed"])
 def test_two_that_vanish_at_once_cost_nothing_but_time(layout: str, moment: str) -> None:
@@ -264,6 +236,7 @@ def test_two_that_vanish_at_once_cost_nothing_but_time(layout: str, moment: str)
     virtually(main())
 
 
+@pytest.mark.grid(strength=1)
 @pytest.mark.parametrize("has_head", [True, False], ids=["loss", "hidden"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_all_vanish_and_those_that_come_later_do_the_work(moment: str, has_head: bool) -> None:
@@ -284,6 +257,7 @@ def test_all_vanish_and_those_that_come_later_do_the_work(moment: str, has_head:
     virtually(main())
 
 
+@pytest.mark.grid(strength=1)
 @pytest.mark.parametrize("has_head", [True, False], ids=["loss", "hidden"])
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_device_that_was_alone_comes_back_and_begins_again(moment: str, has_head: bool) -> None:
@@ -302,7 +276,7 @@ def test_a_device_that_was_alone_comes_back_and_begins_again(moment: str, has_he
     virtually(main())
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", fast_and_slow(range(2), range(2, 5)))
 def test_one_that_stays_is_enough_however_the_others_come_and_go(seed: int) -> None:
     rng = np.random.default_rng(seed)
     moments = list(MOMENTS.values())
@@ -501,6 +475,7 @@ def with_room() -> tuple[Matrix, Gradients]:
     return run(main(), limit_s=LIMIT_S)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("moment", ["never", "backward", "half read"])
 @pytest.mark.parametrize("layout", TIGHT)
 @pytest.mark.parametrize("memory_bytes", [4_500_000, 6_000_000, 7_000_000, 9_000_000])
@@ -533,7 +508,7 @@ def test_with_just_enough_memory_a_pass_is_right_and_with_less_it_says_so(
     virtually(main())
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", fast_and_slow(range(4), range(4, 10)))
 def test_whatever_memory_devices_lend_the_planner_fits_the_model_in_or_it_is_told_why(seed: int) -> None:
     """Between too little for anything, and enough for all of it on each."""
     rng, expected_here = np.random.default_rng(seed), with_room()

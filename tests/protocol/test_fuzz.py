@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import mutations, obedient
 from tests.support.connection import Connection, through
+from tests.support.grids import fast_and_slow
 
 from cleave.errors import ProtocolError
 from cleave.protocol import messages
@@ -25,8 +26,6 @@ from cleave.protocol.frames import HEADER_BYTES, MESSAGE_BYTES, PAYLOAD_BYTES, A
 from cleave.protocol.messages import AnyMessage
 
 FRAMES = mutations.golden()
-MUTATIONS = 100_000
-MISHAPS = 3000
 randoms = st.randoms(use_true_random=False)
 
 
@@ -189,14 +188,15 @@ def test_a_device_obeys_or_refuses_a_server_gone_wrong_and_stays_within_its_memo
     obedient.Device().obey(obedient.mishap(rng))
 
 
-def test_thousands_of_servers_gone_wrong_crash_no_device_and_leave_nothing() -> None:
+@pytest.mark.parametrize("mishaps", fast_and_slow([600], [3000]))
+def test_hundreds_of_servers_gone_wrong_crash_no_device_and_leave_nothing(mishaps: int) -> None:
     rng = random.Random(3)
-    went_well = sum(obedient.Device().obey(obedient.mishap(rng)) for _ in range(MISHAPS))
-    assert MISHAPS // 20 < went_well < MISHAPS  # both happen
+    went_well = sum(obedient.Device().obey(obedient.mishap(rng)) for _ in range(mishaps))
+    assert mishaps // 20 < went_well < mishaps  # both happen
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
-        for _ in range(MISHAPS // 10):
+        for _ in range(mishaps // 10):
             obedient.Device().obey(obedient.mishap(rng))
         held, most = tracemalloc.get_traced_memory()
         assert held - before < 100_000
@@ -225,7 +225,8 @@ def one_mutation(rng: random.Random) -> tuple[bool, bool, bool]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-async def test_a_hundred_thousand_mutated_frames_crash_nothing_and_leave_nothing() -> None:
+@pytest.mark.parametrize("mutated", fast_and_slow([20_000], [100_000]))
+async def test_thousands_of_mutated_frames_crash_nothing_and_leave_nothing(mutated: int) -> None:
     rng = random.Random(20260)
 
     async def mutate(count: int) -> list[int]:
@@ -240,9 +241,9 @@ async def test_a_hundred_thousand_mutated_frames_crash_nothing_and_leave_nothing
 
     await mutate(1000)  # what is kept for good is kept now
     before = resident_bytes()
-    taken = await mutate(MUTATIONS)
+    taken = await mutate(mutated)
     assert resident_bytes() - before < 32 << 20
-    assert all(MUTATIONS // 50 < count < MUTATIONS for count in taken), taken  # both happen
+    assert all(mutated // 50 < count < mutated for count in taken), taken  # both happen
     tracemalloc.start()
     try:
         await mutate(500)

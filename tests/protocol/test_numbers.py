@@ -10,9 +10,10 @@ from hypothesis.extra import numpy as arrays
 from numpy.typing import NDArray
 from tests.support import samples
 
-from cleave.core.cost.gemm import WireFormat
+from cleave.core.cost.wire import WireFormat, encoded_bytes
+from cleave.core.model.batch import Matrix
 from cleave.errors import ProtocolError
-from cleave.protocol.numbers import Codec, Matrix, NumpyCodec, encoded_bytes
+from cleave.protocol.numbers import Codec, NumpyCodec
 
 codec = NumpyCodec()
 quick = settings(max_examples=40)

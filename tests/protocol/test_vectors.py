@@ -18,14 +18,17 @@ import pytest
 from numpy.typing import NDArray
 from tests.support import samples
 
+from cleave.core.cost.wire import encoded_bytes
+from cleave.core.model.batch import Matrix
+from cleave.core.model.decoder import Activation, Attention, Head, Mlp, Norm, Part, Weight
 from cleave.core.schedule.rectangles import Rectangle, total, within, without
 from cleave.device.programs.kernels import NumpyKernel
 from cleave.device.worker import Contribution, Offer, Worker
 from cleave.protocol import messages
 from cleave.protocol.frames import Assembler
 from cleave.protocol.messages import AnyMessage, Bye, Drop, FromDevice, FromServer, Hello, Result, Run, Store
-from cleave.protocol.numbers import Matrix, NumpyCodec, encoded_bytes
-from cleave.protocol.programs import Activation, Attention, Gemm, Head, Mlp, Norm, Part, Program, Weight, operands
+from cleave.protocol.numbers import NumpyCodec
+from cleave.protocol.programs import Gemm, Program, operands
 from cleave.transport.memory import MemoryChannel, memory_pair
 
 VECTORS = Path(__file__).parents[1] / "vectors"

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.core.cost.gemm import WireFormat
-from cleave.protocol.decoder import Batch
-from cleave.protocol.numbers import Matrix, NumpyCodec
+from cleave.core.cost.wire import WireFormat
+from cleave.core.model.batch import Batch, Matrix
+from cleave.protocol.numbers import NumpyCodec
 from cleave.server.activations import Boundaries
 from cleave.server.operands import Staging, Tensor
 

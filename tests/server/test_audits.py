@@ -10,36 +10,35 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import pytest
+from tests.support import plans
+from tests.support.plans import Layout
 from tests.support.stacks import decoder
 from tests.support.virtual import run
 from tests.support.world import Device, World
 
 from cleave import Fleet, events
 from cleave.config import load_config
-from cleave.core.cost.gemm import WireFormat
-from cleave.core.fleet.profiles import Profiles
-from cleave.core.plan.resident.stages import ColumnPlan, Share, Stage
+from cleave.core.cost.wire import WireFormat
+from cleave.core.model.batch import Gradients, Matrix
+from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.core.verify.recompute import Policy
 from cleave.device.replay import replay
 from cleave.errors import FleetGoneError, InputError
-from cleave.protocol.decoder import Gradients
 from cleave.protocol.frames import Buffer
 from cleave.protocol.messages import AnyMessage, Drop, Result, Run, Store
-from cleave.protocol.numbers import Matrix, NumpyCodec
+from cleave.protocol.numbers import NumpyCodec
 from cleave.protocol.programs import Backward, Collect, Forward
-from cleave.server.audits import Message, Replay
+from cleave.server.audit_case import Message, Replay
 from cleave.server.cluster import Cluster
 from cleave.transport.base import Channel, Received
 from cleave.transport.faulty import FaultyChannel
 
 LIMIT_S = 600.0
 SEQUENCES, SEQUENCE, CHUNK = 4, 6, 4
-Layout = Sequence[tuple[int, Sequence[Sequence[str]]]]
-"""Of each stage: how many sublayers, and who holds each slice."""
 LAYOUTS: dict[str, Layout] = {
     "mates": [(5, [["ann", "eve"]])],
     "pipeline": [(2, [["eve"]]), (3, [["ann"]])],
@@ -67,7 +66,7 @@ class Watched(World):
         self.cluster = Cluster(
             self.loop,
             wire=wire,
-            gone_s=gone_s,
+            alone_wait_s=gone_s,
             listener=self._hear,
             arrange=arranged(layout),
             trust=trust,
@@ -96,31 +95,8 @@ class Watched(World):
         return found
 
 
-def arranged(layout: Layout) -> Callable[..., ColumnPlan]:
-    """Always this, as far as its devices are there; a column nobody is left for goes to all who are."""
-
-    def arrange(profiles: Profiles, sublayers: Sequence[Any], **_: object) -> ColumnPlan:
-        place = {name: index for index, name in enumerate(profiles.names)}
-        stages: list[Stage] = []
-        first = 0
-        for count, slices in layout:
-            columns = [[name for name in column if name in place] or list(place) for column in slices]
-            shares = tuple(tuple(Share(place[name], 1.0) for name in column) for column in columns)
-            if first < len(sublayers):
-                stages.append(Stage(first=first, count=min(count, len(sublayers) - first), slices=shares))
-                first += stages[-1].count
-        return ColumnPlan(
-            stages=tuple(stages),
-            chunk=CHUNK,
-            step_s=1.0,
-            busiest_s=1.0,
-            fill_s=0.0,
-            down_bytes=0.0,
-            up_bytes=0.0,
-            limit="compute",
-        )
-
-    return arrange
+def arranged(layout: Layout) -> Callable[..., ResidentPlan]:
+    return plans.arranged(layout, CHUNK)
 
 
 @dataclass
@@ -204,7 +180,7 @@ async def go(world: World, *, has_head: bool = True, seed: int = 0) -> tuple[Mat
     """A batch forward and back; without a head from a gradient that is drawn."""
     model = decoder(has_head=has_head)
     batch = model.batch(world.cluster, seed=seed, sequences=SEQUENCES, sequence=SEQUENCE)
-    running = world.cluster.run(model.stack, batch)
+    running = world.cluster.run(model.decoder, batch)
     outputs = await asyncio.wrap_future(running.outputs)
     dy = None
     if not has_head:
@@ -215,7 +191,7 @@ async def go(world: World, *, has_head: bool = True, seed: int = 0) -> tuple[Mat
 async def evaluate(world: World, sequences: int = SEQUENCES) -> Matrix:
     model = decoder()
     batch = model.batch(world.cluster, sequences=sequences, sequence=SEQUENCE, is_trained=False, wants_dx=False)
-    return await asyncio.wrap_future(world.cluster.run(model.stack, batch).outputs)
+    return await asyncio.wrap_future(world.cluster.run(model.decoder, batch).outputs)
 
 
 @functools.cache
@@ -355,6 +331,7 @@ def test_no_message_tells_a_device_that_it_is_audited() -> None:
 # ------------------------------------------------------------------------------------------------ liars
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("manner", get_args(Manner))
 @pytest.mark.parametrize("kind", get_args(Kind))
 @pytest.mark.parametrize("layout", LAYOUTS)

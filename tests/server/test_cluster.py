@@ -19,15 +19,15 @@ import numpy as np
 import pytest
 
 from cleave import events
-from cleave.core.cost.gemm import WireFormat
-from cleave.core.model.gemms import Role
-from cleave.core.plan.gemm.layer import Linear
+from cleave.core.cost.wire import WireFormat
+from cleave.core.model.batch import Matrix
+from cleave.core.model.gemms import Linear, Role
+from cleave.core.plan.gemm.layer import LinearPlan
 from cleave.device.programs.kernels import Array, Kernel, NumpyKernel
 from cleave.device.worker import Contribution, Offer, Worker
 from cleave.errors import ConnectionLost, FleetGoneError
 from cleave.protocol import messages
 from cleave.protocol.frames import Buffer
-from cleave.protocol.numbers import Matrix
 from cleave.protocol.programs import Layout
 from cleave.server.cluster import Cluster
 from cleave.server.operands import Tensor
@@ -91,8 +91,16 @@ class World:
         self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self._thread.start()
         self.events: list[events.Event] = []
+        self.listeners: list[events.Listener] = [self.events.append]
         self._stays: set[asyncio.Task[None]] = set()
-        self.cluster = Cluster(self.loop, wire=wire, gone_s=gone_s, listener=self.events.append)
+        self.cluster = Cluster(self.loop, wire=wire, alone_wait_s=gone_s, listener=self._hear)
+
+    def _hear(self, event: events.AnyEvent) -> None:
+        for listener in self.listeners:
+            listener(event)
+
+    def plan(self, linear: Linear) -> LinearPlan | None:
+        return self.cluster.choose_layer(linear).plan
 
     def do(self, what: Coroutine[object, object, _Result]) -> _Result:
         return asyncio.run_coroutine_threadsafe(what, self.loop).result(DEADLINE_S)
@@ -141,8 +149,8 @@ class World:
                 await device.channel.close("the cable was cut")
 
         self.do(cut())
-        with self.cluster._arrival:  # pyright: ignore[reportPrivateUsage]
-            assert self.cluster._arrival.wait_for(  # pyright: ignore[reportPrivateUsage]
+        with self.cluster.fleet_changed:
+            assert self.cluster.fleet_changed.wait_for(
                 lambda: self.cluster.devices == before - len(devices), DEADLINE_S
             )
         self.do(asyncio.sleep(0))  # and has done all that follows from it, which is one turn of its loop
@@ -230,7 +238,7 @@ def layer(tokens: int, width: int, outs: tuple[int, ...], *, whole: bool = True,
 def submitted(there: World, role: Role, of: Layer) -> Future[list[Matrix]]:
     a, b = of.operands(role)
     staged = [tuple(there.tensor(matrix) for matrix in side) for side in (a, b)]
-    return there.cluster.submit(role, staged[0], staged[1], of.linear)
+    return there.cluster.submit(role, staged[0], staged[1], there.plan(of.linear))
 
 
 def check(outputs: Future[list[Matrix]], expected: list[Matrix], tolerance: float = 0.0) -> None:
@@ -398,7 +406,7 @@ def test_a_product_submitted_just_as_a_device_joins_is_done() -> None:
             if isinstance(event, events.DeviceJoined):
                 flying.append(submitted(there, "forward", made))
 
-        there.cluster._dispatcher._listener = submit_at_once  # pyright: ignore[reportPrivateUsage]
+        there.listeners.append(submit_at_once)
         there.join()
         (outputs,) = flying
         np.testing.assert_array_equal(outputs.result(PATIENCE_S)[0], made.expected("forward")[0])
@@ -418,7 +426,9 @@ def test_a_device_that_leaves_while_a_product_is_planned_is_made_up_for() -> Non
                 return hash((self.tokens, self.in_width, self.out_width, self.roles))
 
         linear = Slow(tokens=6000, in_width=256, out_width=256)
-        outputs = there.cluster.submit("forward", (there.tensor(made.x),), (there.tensor(made.weights[0]),), linear)
+        outputs = there.cluster.submit(
+            "forward", (there.tensor(made.x),), (there.tensor(made.weights[0]),), there.plan(linear)
+        )
         np.testing.assert_array_equal(outputs.result(PATIENCE_S)[0], made.expected("forward")[0])
 
 
@@ -432,7 +442,7 @@ def test_a_weight_travels_once() -> None:
         sent: list[int] = []
         for made in layers:
             before = there.cluster.here()[0].down_bytes
-            outputs = there.cluster.submit("forward", (there.tensor(made.x),), (staged,), made.linear)
+            outputs = there.cluster.submit("forward", (there.tensor(made.x),), (staged,), there.plan(made.linear))
             check(outputs, [made.x @ weight.T])
             sent.append(there.cluster.here()[0].down_bytes - before)
         assert sent == [weight.nbytes + layers[0].x.nbytes, layers[1].x.nbytes, layers[2].x.nbytes]
@@ -442,9 +452,15 @@ def test_rows_sent_for_the_forward_product_serve_the_backward_ones() -> None:
     made = layer(64, 256, (256,))
     with world(1) as there:
         x, weight, dy = (there.tensor(matrix) for matrix in (made.x, made.weights[0], made.gradients[0]))
-        check(there.cluster.submit("forward", (x,), (weight,), made.linear), made.expected("forward"))
-        check(there.cluster.submit("grad_input", (dy,), (weight,), made.linear), made.expected("grad_input"))
-        check(there.cluster.submit("grad_weight", (dy,), (x,), made.linear), made.expected("grad_weight"))
+        check(there.cluster.submit("forward", (x,), (weight,), there.plan(made.linear)), made.expected("forward"))
+        check(
+            there.cluster.submit("grad_input", (dy,), (weight,), there.plan(made.linear)),
+            made.expected("grad_input"),
+        )
+        check(
+            there.cluster.submit("grad_weight", (dy,), (x,), there.plan(made.linear)),
+            made.expected("grad_weight"),
+        )
         once = made.x.nbytes + made.weights[0].nbytes + made.gradients[0].nbytes
         assert there.cluster.here()[0].down_bytes == once
 
@@ -457,7 +473,7 @@ def test_what_the_server_lets_go_of_the_device_forgets() -> None:
         for seed in range(4):
             made = layer(50, 128, (96,), seed=seed)
             x = there.tensor(made.x)
-            check(there.cluster.submit("forward", (x,), (staged,), made.linear), [made.x @ weight.T])
+            check(there.cluster.submit("forward", (x,), (staged,), there.plan(made.linear)), [made.x @ weight.T])
             assert stored_bytes(device.worker) == weight.nbytes + made.x.nbytes, "the x before is forgotten"
             del x
             gc.collect()

@@ -9,9 +9,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cleave.core.fleet.profiles import DeviceId
+from cleave.core.model.batch import Matrix
 from cleave.core.model.gemms import Role
-from cleave.core.plan.gemm.layer import Block, fit
-from cleave.protocol.numbers import Matrix
+from cleave.core.plan.gemm.layer import Block, Extent, fit
 from cleave.protocol.programs import Layout
 from cleave.server.operands import Range, Tensor
 from cleave.server.products import LAYOUTS, Cut, Piece, Product
@@ -62,13 +63,13 @@ cases = st.builds(
 )
 
 
-def tilings_of(case: Case) -> st.SearchStrategy[list[Block]]:
+def tilings_of(case: Case) -> st.SearchStrategy[list[Extent]]:
     """The whole product, cut in two again and again along some axis."""
     gemm = case.product.gemm
-    whole = Block(0, (0, gemm.m), (0, gemm.n), (0, gemm.k))
+    whole = Extent((0, gemm.m), (0, gemm.n), (0, gemm.k))
     cuts = st.lists(st.tuples(st.integers(0, 99), st.sampled_from(["rows", "cols", "inner"]), st.floats(0.1, 0.9)))
 
-    def cut(steps: list[tuple[int, str, float]]) -> list[Block]:
+    def cut(steps: list[tuple[int, str, float]]) -> list[Extent]:
         blocks = [whole]
         for which, axis, where in steps[:12]:
             block = blocks.pop(which % len(blocks))
@@ -96,12 +97,12 @@ def computed(case: Case, piece: Piece) -> Matrix:
     return np.sum([multiply(layout, case.values(a), case.values(b)) for a, b in piece.terms], axis=0)
 
 
-def replayed(case: Case, blocks: list[Block]) -> list[Matrix]:
+def replayed(case: Case, extents: list[Extent]) -> list[Matrix]:
     """What the cluster does with pieces: partial ones are added, others written."""
     outputs = [np.zeros(shape, dtype=np.float32) for shape in case.product.outputs]
     written = [np.zeros(shape, dtype=int) for shape in case.product.outputs]
-    for block in blocks:
-        for piece in case.product.pieces(block):
+    for extent in extents:
+        for piece in case.product.pieces(extent):
             where = slice(*piece.rows), slice(*piece.cols)
             if piece.is_partial:
                 outputs[piece.output][where] += computed(case, piece)
@@ -124,8 +125,9 @@ def test_pieces_of_any_tiling_add_up_to_the_product(case: Case, data: st.DataObj
 @given(cases, st.floats(12.0, 600.0))
 def test_pieces_of_a_product_cut_to_a_memory_add_up_to_it(case: Case, memory: float) -> None:
     gemm = case.product.gemm
-    blocks = fit(Block(0, (0, gemm.m), (0, gemm.n), (0, gemm.k)), memory)
-    for output, expected in zip(replayed(case, blocks), case.expected, strict=True):
+    blocks = fit(Block(DeviceId("ann"), (0, gemm.m), (0, gemm.n), (0, gemm.k)), memory)
+    extents = [block.extent for block in blocks]
+    for output, expected in zip(replayed(case, extents), case.expected, strict=True):
         np.testing.assert_array_equal(output, expected)
 
 
@@ -140,7 +142,7 @@ def test_a_part_of_a_piece_is_a_block_that_gives_that_part(case: Case, data: st.
         return start, data.draw(st.integers(start + 1, of[1] - of[0]))
 
     rows, cols = some(piece.rows), some(piece.cols)
-    (again,) = case.product.pieces(case.product.block(piece, rows, cols))
+    (again,) = case.product.pieces(case.product.extent(piece, rows, cols))
     assert again.output == piece.output
     assert again.rows == (piece.rows[0] + rows[0], piece.rows[0] + rows[1])
     assert again.cols == (piece.cols[0] + cols[0], piece.cols[0] + cols[1])
@@ -152,7 +154,7 @@ def test_a_part_of_a_piece_is_a_block_that_gives_that_part(case: Case, data: st.
 @given(cases)
 def test_the_whole_product_has_one_whole_piece_for_each_output(case: Case) -> None:
     product, gemm = case.product, case.product.gemm
-    pieces = list(product.pieces(Block(0, (0, gemm.m), (0, gemm.n), (0, gemm.k))))
+    pieces = list(product.pieces(Extent((0, gemm.m), (0, gemm.n), (0, gemm.k))))
     shapes = [(piece.rows[1] - piece.rows[0], piece.cols[1] - piece.cols[0]) for piece in pieces]
     assert [piece.output for piece in pieces] == list(range(len(product.outputs)))
     assert shapes == product.outputs
@@ -162,7 +164,7 @@ def test_the_whole_product_has_one_whole_piece_for_each_output(case: Case) -> No
 def test_layers_side_by_side_are_cut_at_their_borders() -> None:
     """A block of columns 1-6 of two layers 4 and 5 wide is columns 1-4 of one and 0-2 of the other."""
     made = case("forward", 3, 2, [4, 5], 0)
-    first, second = made.product.pieces(Block(0, (0, 3), (1, 6), (0, 2)))
+    first, second = made.product.pieces(Extent((0, 3), (1, 6), (0, 2)))
     assert (first.output, first.cols) == (0, (1, 4))
     assert (second.output, second.cols) == (1, (0, 2))
     assert first.terms[0][0] == second.terms[0][0], "both read the same slice of X"

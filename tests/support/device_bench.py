@@ -8,13 +8,14 @@ from typing import NamedTuple
 
 import numpy as np
 
+from cleave.core.model.batch import Matrix
+from cleave.core.model.decoder import Head, Part
 from cleave.core.schedule.rectangles import Rectangle, total, within, without
 from cleave.device.programs.kernels import Kernel, NumpyKernel
 from cleave.device.programs.resident import make_task
-from cleave.device.store import Store
+from cleave.device.store import OperandStore
 from cleave.protocol.messages import Store as StoreMessage
-from cleave.protocol.numbers import Matrix
-from cleave.protocol.programs import Backward, Collect, Forward, Head, Part, Program
+from cleave.protocol.programs import Backward, Collect, Forward, Program
 
 MEMORY_BYTES = 1 << 28
 
@@ -34,7 +35,7 @@ class Bench:
     operands: dict[int, Matrix] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.store = Store(self.kernel, self.memory_bytes)
+        self.store = OperandStore(self.kernel, self.memory_bytes)
 
     def number(self) -> int:
         self.numbers += 1

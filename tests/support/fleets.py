@@ -8,7 +8,8 @@ from typing import Literal, get_args
 import numpy as np
 from hypothesis import strategies as st
 
-from cleave.core.cost.gemm import Server, WireFormat
+from cleave.core.cost.rates import Server
+from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Floats, Profiles
 from cleave.core.model.gemms import Gemm
 

@@ -6,10 +6,11 @@ import math
 
 import msgspec
 
-from cleave.core.cost.gemm import WireFormat
+from cleave.core.cost.wire import WireFormat
+from cleave.core.model.batch import Matrix
 from cleave.protocol import messages
 from cleave.protocol.messages import AnyMessage, FromDevice, Result, Store
-from cleave.protocol.numbers import Matrix, NumpyCodec
+from cleave.protocol.numbers import NumpyCodec
 
 Json = dict[str, object]
 Frame = tuple[AnyMessage, bytes]

@@ -11,15 +11,17 @@ import threading
 from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
-from cleave.core.cost.gemm import WireFormat
-from cleave.core.cost.resident import Sublayer
+from tests.support.plans import plan_of, stage_of
+
+from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Profiles
+from cleave.core.model.sublayers import Sublayer
+from cleave.core.plan.choose import Arrange
 from cleave.core.plan.resident.small_fleet import plan_columns
-from cleave.core.plan.resident.stages import ColumnPlan, Share, Stage
+from cleave.core.plan.resident.stages import ResidentPlan, Stage
 from cleave.device.programs.kernels import NumpyKernel
 from cleave.device.worker import Contribution, Offer, Worker
 from cleave.server.cluster import Cluster
-from cleave.server.grain import Arrange
 from cleave.transport.base import Channel
 from cleave.transport.memory import memory_pair
 
@@ -35,7 +37,7 @@ class InProcess:
         self._thread = threading.Thread(target=self._loop.run_forever, name="server")
         self._memory_bytes, self._wire, self._arrange = memory_bytes, wire, arrange
         self._tasks: list[asyncio.Task[Any]] = []
-        self.plans: list[ColumnPlan] = []
+        self.plans: list[ResidentPlan] = []
 
     def __enter__(self) -> InProcess:
         self._thread.start()
@@ -64,7 +66,7 @@ class InProcess:
         await self.cluster.close("the test is over", rejoin=False)
         await asyncio.wait(self._tasks)
 
-    def _remember(self, *args: Any, **options: Any) -> ColumnPlan:
+    def _remember(self, *args: Any, **options: Any) -> ResidentPlan:
         self.plans.append(self._arrange(*args, **options))
         return self.plans[-1]
 
@@ -82,26 +84,17 @@ def anyhow(seed: int, chunk: int | None = None) -> Arrange:
     """Runs of sublayers and slices of single ones, each on any devices, some in several columns; chunks of any size."""
     draw = random.Random(seed)
 
-    def arrange(profiles: Profiles, sublayers: Sequence[Sublayer], *, sequence: int, **_: object) -> ColumnPlan:
-        devices, first = len(profiles), 0
+    def arrange(profiles: Profiles, sublayers: Sequence[Sublayer], *, sequence: int, **_: object) -> ResidentPlan:
+        names, first = profiles.names, 0
         stages: list[Stage] = []
         while first < len(sublayers):
             most = min(sublayers[first].slices, 4)
             slices = draw.randint(2, most) if most > 1 and draw.random() < 0.5 else 1
             count = 1 if slices > 1 else draw.randint(1, len(sublayers) - first)
-            columns = [draw.sample(range(devices), draw.randint(1, devices)) for _ in range(slices)]
-            shares = tuple(tuple(Share(device, draw.random()) for device in column) for column in columns)
-            stages.append(Stage(first=first, count=count, slices=shares))
+            columns = [draw.sample(range(len(names)), draw.randint(1, len(names))) for _ in range(slices)]
+            held = [[(names[device], draw.random()) for device in column] for column in columns]
+            stages.append(stage_of(first, count, held))
             first += count
-        return ColumnPlan(
-            stages=tuple(stages),
-            chunk=chunk or draw.randint(1, sequence + 3),
-            step_s=1.0,
-            busiest_s=1.0,
-            fill_s=0.0,
-            down_bytes=0.0,
-            up_bytes=0.0,
-            limit="compute",
-        )
+        return plan_of(stages, chunk or draw.randint(1, sequence + 3))
 
     return arrange

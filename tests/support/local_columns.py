@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch.nn import functional
 
-from cleave.core.cost.gemm import WireFormat
-from cleave.core.model.gemms import Role
-from cleave.core.plan.gemm.layer import Linear
-from cleave.protocol.decoder import Batch, Gradients, Stack
-from cleave.protocol.numbers import Encoded, Matrix, NumpyCodec
-from cleave.protocol.programs import Attention, Head, Mlp, Norm, Weight
+from cleave.core.cost.wire import WireFormat
+from cleave.core.model.batch import Batch, Gradients, Matrix
+from cleave.core.model.decoder import Attention, Decoder, Head, Mlp, Norm, Weight
+from cleave.core.model.gemms import Linear, Role
+from cleave.core.plan.choose import LayerChoice, Local, PassChoice, PassWork
+from cleave.core.plan.gemm.layer import LinearPlan
+from cleave.protocol.numbers import Encoded, NumpyCodec
 
 _Result = TypeVar("_Result")
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -55,18 +56,21 @@ class Operand:
 class LocalColumns:
     wire: WireFormat = "fp32"
     refusal: str | None = None
-    passes: list[tuple[Stack, Batch]] = field(default_factory=list)
+    passes: list[tuple[Decoder, Batch]] = field(default_factory=list)
     products: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def tensor(self, rows: int, cols: int, format: WireFormat | None = None) -> Operand:
         return Operand(rows, cols, format or self.wire)
 
-    def plan(self, linear: Linear) -> None:
-        return None
+    def choose_layer(self, linear: Linear, local: Local | None = None) -> LayerChoice:
+        return LayerChoice(plan=None, is_remote=True, reason="")
+
+    def step_ended(self) -> None:
+        pass
 
     def submit(
-        self, role: Role, a: tuple[Any, ...], b: tuple[Any, ...], linear: Linear, *, priority: int = 1
+        self, role: Role, a: tuple[Any, ...], b: tuple[Any, ...], plan: LinearPlan | None, *, priority: int = 1
     ) -> Future[list[Matrix]]:
         with self._lock:
             self.products += 1
@@ -80,12 +84,10 @@ class LocalColumns:
                     results = [left.numbers.T @ right.numbers for left in a for right in b]
         return _done([result.numpy() for result in results])
 
-    def may_run(
-        self, stack: Stack, sequences: int, sequence: int, is_trained: bool, *, must: bool = False
-    ) -> str | None:
-        return self.refusal
+    def choose_pass(self, work: PassWork, local: Local | None = None, *, must: bool = False) -> PassChoice:
+        return PassChoice(is_resident=self.refusal is None, plan=None, reason=self.refusal or "")
 
-    def run(self, stack: Stack, batch: Batch) -> LocalPass:
+    def run(self, stack: Decoder, batch: Batch, plan: object) -> LocalPass:
         with self._lock:
             self.passes.append((stack, batch))
         return LocalPass(stack, batch)
@@ -95,7 +97,7 @@ class LocalColumns:
 
 
 class LocalPass:
-    def __init__(self, stack: Stack, batch: Batch) -> None:
+    def __init__(self, stack: Decoder, batch: Batch) -> None:
         self._stack, self._batch = stack, batch
         self._is_spent = False
         with torch.inference_mode(False), torch.enable_grad():
@@ -128,7 +130,7 @@ def _done(result: _Result) -> Future[_Result]:
     return future
 
 
-def _through(stack: Stack, batch: Batch, x: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
+def _through(stack: Decoder, batch: Batch, x: torch.Tensor, parameters: list[torch.Tensor]) -> torch.Tensor:
     def view(number: int) -> torch.Tensor:
         found = stack.views[number]
         return parameters[found.parameter][slice(*found.rows), slice(*found.cols)]

@@ -26,7 +26,8 @@ import numpy as np
 from tests.support.frames import Frame, Json, codec, described, result, stored, values
 from tests.support.resident_parts import conversations
 
-from cleave.core.cost.gemm import WireFormat
+from cleave.core.cost.wire import WireFormat
+from cleave.core.model.batch import Matrix
 from cleave.core.schedule.rectangles import Rectangle
 from cleave.protocol.messages import (
     VERSION,
@@ -44,7 +45,6 @@ from cleave.protocol.messages import (
     Store,
     Welcome,
 )
-from cleave.protocol.numbers import Matrix
 from cleave.protocol.programs import Gemm, Layout
 
 HERE = Path(__file__).parents[1] / "vectors"

@@ -13,8 +13,8 @@ import numpy as np
 from tests.support import mutations
 
 from cleave.device.programs.kernels import NumpyKernel
-from cleave.device.programs.resident import Task, make_task
-from cleave.device.store import Store
+from cleave.device.programs.resident import DeviceTask, make_task
+from cleave.device.store import OperandStore
 from cleave.errors import ProtocolError
 from cleave.protocol import messages
 from cleave.protocol.frames import Assembler, Buffer
@@ -26,8 +26,8 @@ MEMORY_BYTES = 1 << 18
 class Device:
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._kernel = NumpyKernel()
-        self.store, self._memory_bytes = Store(self._kernel, memory_bytes), memory_bytes
-        self._tasks: dict[int, tuple[messages.Run, Task]] = {}
+        self.store, self._memory_bytes = OperandStore(self._kernel, memory_bytes), memory_bytes
+        self._tasks: dict[int, tuple[messages.Run, DeviceTask]] = {}
         self.results = self.failures = 0
 
     def obey(self, strings: Iterable[bytes]) -> bool:

@@ -8,7 +8,8 @@ import msgspec
 from tests.support.device_bench import Bench, Journey
 from tests.support.plain_parts import Maker, rotary_table
 
-from cleave.protocol.programs import Backward, Forward, Part
+from cleave.core.model.decoder import Part
+from cleave.protocol.programs import Backward, Forward
 
 HIDDEN, HEAD_DIM, ROWS, CHUNK = 12, 4, 12, 4
 KEY_WIDTH = 2 * HEAD_DIM

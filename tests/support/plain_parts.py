@@ -14,8 +14,8 @@ from tests.support.device_bench import Bench
 from torch import Tensor
 from torch.nn import functional as F
 
-from cleave.protocol.numbers import Matrix
-from cleave.protocol.programs import Attention, Head, Mlp, Norm, Part, Weight
+from cleave.core.model.batch import Matrix
+from cleave.core.model.decoder import Attention, Head, Mlp, Norm, Part, Weight
 
 ACTIVATIONS: dict[str, Any] = {
     "silu": F.silu,

@@ -17,9 +17,10 @@ from tests.support.frames import Frame, Json, described, result, stored, values
 from tests.support.plain_parts import Maker, Plain, rotary_table
 from torch.nn import functional as F
 
+from cleave.core.model.batch import Matrix
+from cleave.core.model.decoder import Attention, Head, Part
 from cleave.protocol.messages import Drop, Run
-from cleave.protocol.numbers import Matrix
-from cleave.protocol.programs import Attention, Backward, Collect, Forward, Head, Hold, Part, Program, operands
+from cleave.protocol.programs import Backward, Collect, Forward, Hold, Program, operands
 
 HIDDEN, HEAD_DIM, ROWS = 8, 4, 6
 CHUNKS = ((0, 4), (4, 6))

@@ -8,25 +8,12 @@ from typing import get_args
 import msgspec
 from hypothesis import strategies as st
 
-from cleave.core.cost.gemm import WireFormat
+from cleave.core.cost.wire import WireFormat
+from cleave.core.model.decoder import Activation, Attention, Head, Mlp, Norm, Weight
 from cleave.protocol import messages
 from cleave.protocol.frames import PAYLOAD_BYTES
 from cleave.protocol.messages import AnyMessage
-from cleave.protocol.programs import (
-    Activation,
-    Attention,
-    Backward,
-    Collect,
-    Forward,
-    Gemm,
-    Head,
-    Hold,
-    Layout,
-    Mlp,
-    Norm,
-    Program,
-    Weight,
-)
+from cleave.protocol.programs import Backward, Collect, Forward, Gemm, Hold, Layout, Program
 
 KINDS: tuple[type[AnyMessage], ...] = get_args(AnyMessage)
 FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)

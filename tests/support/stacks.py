@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from hypothesis import strategies as st
 
-from cleave.protocol.decoder import Batch, Parameter, Stack, View
-from cleave.protocol.numbers import Matrix
-from cleave.protocol.programs import Attention, Head, Mlp, Norm, Part, Weight
+from cleave.core.model.batch import Batch, Matrix
+from cleave.core.model.decoder import Attention, Decoder, Head, Mlp, Norm, Parameter, Part, View, Weight
 
 
 @dataclass
@@ -78,12 +78,20 @@ class Builder:
     def attention(self, kv_heads: int, group: int, head_dim: int, *, beside: bool = False, **how: Any) -> Attention:
         width, narrow = kv_heads * group * head_dim, kv_heads * head_dim
         norm = self.norm(how.pop("norm", "rms"), bias=how.get("bias", False))
+        window = how.pop("window", None)
         if beside:
             q, k, v = self.side_by_side([width, narrow, narrow], self.hidden)
         else:
             q, k, v = (self.linear(out, self.hidden, **how) for out in (width, narrow, narrow))
         return Attention(
-            norm=norm, q=q, k=k, v=v, o=self.linear(self.hidden, width, **how), head_dim=head_dim, scale=head_dim**-0.5
+            norm=norm,
+            q=q,
+            k=k,
+            v=v,
+            o=self.linear(self.hidden, width, **how),
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            window=window,
         )
 
     def mlp(self, inner: int, *, gated: bool = True, **how: Any) -> Mlp:
@@ -98,8 +106,8 @@ class Builder:
     def head(self, words: int, *, bias: bool = False) -> Head:
         return Head(norm=self.norm(), weight=self.linear(words, self.hidden, bias=bias))
 
-    def stack(self, parts: Sequence[Part], head: Head | None) -> Stack:
-        return Stack(
+    def decoder(self, parts: Sequence[Part], head: Head | None) -> Decoder:
+        return Decoder(
             hidden=self.hidden,
             parts=tuple(parts),
             head=head,
@@ -109,8 +117,8 @@ class Builder:
 
 
 @dataclass(frozen=True)
-class Decoder:
-    stack: Stack
+class SmallDecoder:
+    decoder: Decoder
     weights: tuple[Matrix, ...]
     words: int
 
@@ -123,11 +131,11 @@ class Decoder:
         targets = rng.integers(-1, self.words, (tokens, 1)).astype(np.float32)
         losses = {"targets": targets, "scales": np.where(targets < 0, 0, 1 / tokens).astype(np.float32)}
         return Batch(
-            x=rng.normal(0, 1, (tokens, self.stack.hidden)).astype(np.float32),
+            x=rng.normal(0, 1, (tokens, self.decoder.hidden)).astype(np.float32),
             sequences=sequences,
             sequence=sequence,
             operands=tuple(operands),
-            **(losses if self.stack.head is not None else {}),
+            **(losses if self.decoder.head is not None else {}),
             **options,
         )
 
@@ -141,11 +149,28 @@ def decoder(
     words: int = 11,
     has_head: bool = True,
     rank: int = 0,
-) -> Decoder:
+) -> SmallDecoder:
     """Grouped heads and biases; with `rank` only adapters are trained."""
     builder = Builder(hidden, np.random.default_rng(7), is_frozen=rank > 0)
     parts: list[Part] = []
     for _ in range(layers):
         parts += [builder.attention(2, 2, head_dim, bias=True, rank=rank), builder.mlp(inner, rank=rank)]
     head = builder.head(words) if has_head else None
-    return Decoder(builder.stack(parts, head), tuple(builder.weights), words)
+    return SmallDecoder(builder.decoder(parts, head), tuple(builder.weights), words)
+
+
+@st.composite
+def decoders(draw: st.DrawFn) -> Decoder:
+    """One of each part, in every manner a model may have it."""
+    builder = Builder(draw(st.integers(1, 3)) * 2, np.random.default_rng(0), is_frozen=draw(st.booleans()))
+    how = {
+        "bias": draw(st.booleans()),
+        "is_transposed": draw(st.booleans()),
+        "rank": draw(st.integers(0, 2)),
+        "norm": draw(st.sampled_from(["rms", "layer"])),
+    }
+    attention = builder.attention(
+        draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 2)) * 2, beside=draw(st.booleans()), **how
+    )
+    mlp = builder.mlp(draw(st.integers(1, 9)), gated=draw(st.booleans()), **how)
+    return builder.decoder([attention, mlp], builder.head(draw(st.integers(1, 9)), bias=draw(st.booleans())))

@@ -9,16 +9,15 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cleave import events
-from cleave.core.model.gemms import Role
-from cleave.core.plan.gemm.layer import Linear
+from cleave.core.model.batch import Matrix
+from cleave.core.model.gemms import Linear, Role
+from cleave.core.plan.choose import Arrange
 from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.device.programs.kernels import NumpyKernel
 from cleave.device.worker import Contribution, Offer, Worker
 from cleave.errors import CleaveError
-from cleave.protocol.numbers import Matrix
 from cleave.server.admission.tokens import Keys
 from cleave.server.cluster import Cluster, StandIn
-from cleave.server.grain import Arrange
 from cleave.server.operands import Tensor
 from cleave.transport.base import Channel
 from cleave.transport.faulty import FaultyChannel, Script
@@ -57,7 +56,7 @@ class World:
         self.loop = asyncio.get_running_loop()
         self.events: list[events.AnyEvent] = []
         self.cluster = Cluster(
-            self.loop, gone_s=gone_s, listener=self._hear, keys=keys, stand_in=stand_in, arrange=arrange
+            self.loop, alone_wait_s=gone_s, listener=self._hear, keys=keys, stand_in=stand_in, arrange=arrange
         )
         self._rng = np.random.default_rng(seed)
         self._news = asyncio.Event()
@@ -120,7 +119,9 @@ class World:
         """One product through the fleet, which must be right."""
         a, b = layer.operands(role)
         staged = [tuple(self._tensor(matrix) for matrix in side) for side in (a, b)]
-        outputs = await asyncio.wrap_future(self.cluster.submit(role, staged[0], staged[1], layer.linear))
+        outputs = await asyncio.wrap_future(
+            self.cluster.submit(role, staged[0], staged[1], self.cluster.plan(layer.linear))
+        )
         for output, expected in zip(outputs, layer.expected(role), strict=True):
             np.testing.assert_allclose(output, expected, rtol=0, atol=SEEN * float(expected.std()), err_msg=role)
 

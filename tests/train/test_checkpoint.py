@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.grids import fast_and_slow
 from transformers import AutoModelForCausalLM
 
 from cleave.errors import CleaveError, InputError
@@ -201,24 +202,35 @@ def test_a_checkpoint_of_another_model_optimizer_or_format_is_refused(tmp_path: 
 # ------------------------------------------------------------------------------------------------ death, full disks
 
 
-def _dying(*arguments: object) -> str:
-    script = Path(__file__).parents[1] / "support" / "dying_saves.py"
+def _kills(*arguments: object) -> int:
     result = subprocess.run(
-        [sys.executable, str(script), *map(str, arguments)], capture_output=True, text=True, timeout=500, check=False
+        [sys.executable, "-m", "tests.support.killed_saves", *map(str, arguments)],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
-    return result.stdout
+    return int(result.stdout.split()[0])
 
 
 @pytest.mark.timeout(600)
 def test_a_kill_at_any_moment_costs_no_finished_save(tmp_path: Path) -> None:
-    assert _dying("at-random", tmp_path, 20).startswith("20 kills")
+    assert _kills("at-random", tmp_path, 20) == 20
 
 
 @pytest.mark.timeout(600)
-def test_a_kill_before_any_operation_on_the_disk_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
-    kills = int(_dying("at-each-operation", tmp_path).split()[0])
-    assert kills > 6 * 10  # six ways of saving, and none of them is a matter of a few operations
+@pytest.mark.parametrize(
+    "situations",
+    fast_and_slow([["over-damage"]], [["first", "next", "next-of-many", "same", "same-of-many"]]),
+    ids=",".join,
+)
+def test_a_kill_before_any_operation_on_the_disk_leaves_a_whole_checkpoint(
+    tmp_path: Path, situations: list[str]
+) -> None:
+    kills = _kills("at-each-operation", tmp_path, *situations)
+    assert kills > 10 * len(situations), "no way of saving is a matter of a few operations"
 
 
 def _names(run: Path) -> list[str]:

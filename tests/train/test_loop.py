@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -34,15 +34,6 @@ TEXT = "".join(f"the {number} sheep jumped over {number * 7 % 13} gates\n" for n
 
 class Vanished(Exception):
     """Stands for whatever a fleet may raise in the middle of a step."""
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """Models so small gain nothing from a second thread, and lose much where others need the cores."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -201,6 +192,19 @@ def test_an_interrupt_saves_the_last_finished_step_and_says_how_to_go_on(
     assert any(isinstance(event, Note) and f"--resume --out {tmp_path / 'run'}" in event.text for event in events)
     assert signal.getsignal(number) == handler
     assert _run(config, tmp_path / "run", resume=True).losses == _run(config, tmp_path / "whole").losses
+
+
+def test_a_run_started_with_interrupts_ignored_ends_on_a_polite_kill_only(config: TrainConfig, tmp_path: Path) -> None:
+    """As under nohup, or in the background of a script."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    numbers = {2: signal.SIGINT, 4: signal.SIGTERM}
+    actions = {step: lambda number=number: signal.raise_signal(number) for step, number in numbers.items()}
+    try:
+        summary = _run(config, tmp_path / "run", act=_at_steps(actions))
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (summary.reason, summary.step) == ("interrupted", 4)
 
 
 @pytest.mark.parametrize(("minutes", "saved"), [(0, [6]), (0.5, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (2.5, [3, 6])])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.decoders import NAMES, llama, make, tokens
+from tests.support.grids import fast_and_slow
 from tests.support.in_process import ROOMY, InProcess, anyhow
 from torch import nn
 
@@ -66,6 +67,7 @@ def batches(index: int, sequences: int = 3) -> dict[str, torch.Tensor]:
 # ------------------------------------------------------------------------------------------------ any arrangement
 
 
+@pytest.mark.grid(strength=1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("devices", DEVICES)
 def test_every_gradient_is_torchs_however_a_model_is_cut(name: str, devices: int) -> None:
@@ -79,6 +81,7 @@ def test_every_gradient_is_torchs_however_a_model_is_cut(name: str, devices: int
         assert len(fleet.plans) >= 2
 
 
+@pytest.mark.grid(strength=1)
 @pytest.mark.parametrize("chunk", [1, 5, 40])
 @pytest.mark.parametrize("side", ["left", "right"])
 def test_padding_changes_nothing_in_any_chunks(side: str, chunk: int) -> None:
@@ -189,7 +192,7 @@ def plain() -> list[float]:
     return losses(make("llama"))
 
 
-@pytest.mark.parametrize("devices", DEVICES)
+@pytest.mark.parametrize("devices", fast_and_slow([3], [1, 5]))
 def test_losses_over_many_steps_are_torchs(devices: int, plain: list[float]) -> None:
     with InProcess([ROOMY] * devices, arrange=anyhow(20 + devices, chunk=8)) as fleet:
         ours = losses(resident(make("llama"), fleet))
@@ -200,6 +203,7 @@ def test_losses_over_many_steps_are_torchs(devices: int, plain: list[float]) -> 
 # ------------------------------------------------------------------------------------------------ the planner's own
 
 
+@pytest.mark.grid(strength=1)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("devices", DEVICES)
 def test_what_the_planner_arranges_gives_torchs_gradients(name: str, devices: int) -> None:
@@ -214,7 +218,7 @@ def wide() -> nn.Module:
     return llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=2).train()
 
 
-@pytest.mark.parametrize("devices", [3, 5])
+@pytest.mark.parametrize("devices", fast_and_slow([3], [5]))
 def test_a_model_that_no_device_could_hold_trains_on_all_of_them(devices: int) -> None:
     model = wide()
     trained = 2 * 4 * sum(p.numel() for name, p in model.named_parameters() if "embed" not in name)

@@ -39,6 +39,7 @@ def worst_difference(model: nn.Module, reference: nn.Module, order: float = floa
     return max(differences)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("checkpointing", ["none", "reentrant", "non-reentrant"])
 @pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "autocast"])
 @pytest.mark.parametrize("family", ["llama", "tied-llama", "opt", "gpt2"])

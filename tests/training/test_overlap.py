@@ -47,6 +47,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer, left: list[int] | None =
     return losses
 
 
+@pytest.mark.grid(strength=1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
 def test_one_by_one_is_the_same_training(fleet: Fleet, family: str, name: str) -> None:

@@ -24,8 +24,12 @@ from tests.train.offload.test_decoder import (  # noqa: F401  # those that more 
 )
 
 from cleave import Fleet
-from cleave.protocol.decoder import Batch, Pass, Stack
+from cleave.core.model.batch import Batch
+from cleave.core.model.decoder import Decoder
+from cleave.core.plan.choose import PassChoice
+from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.server.cluster import Cluster
+from cleave.train.offload.resident import Pass
 
 
 class Recorded:
@@ -33,21 +37,24 @@ class Recorded:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self.wire, self.tensor, self.plan = cluster.wire, cluster.tensor, cluster.plan
+        self.wire, self.tensor = cluster.wire, cluster.tensor
+        self.choose_layer, self.step_ended = cluster.choose_layer, cluster.step_ended
         self.refusal: str | None = None
-        self.passes: list[tuple[Stack, Batch]] = []
+        self.passes: list[tuple[Decoder, Batch]] = []
         self.products = 0
 
     def submit(self, *args: Any, **options: Any) -> Future[Any]:
         self.products += 1
         return self._cluster.submit(*args, **options)
 
-    def may_run(self, *args: Any, **options: Any) -> str | None:
-        return self.refusal or self._cluster.may_run(*args, **options)
+    def choose_pass(self, *args: Any, **options: Any) -> PassChoice:
+        if self.refusal is not None:
+            return PassChoice(is_resident=False, plan=None, reason=self.refusal)
+        return self._cluster.choose_pass(*args, **options)
 
-    def run(self, stack: Stack, batch: Batch) -> Pass:
+    def run(self, stack: Decoder, batch: Batch, plan: ResidentPlan | None) -> Pass:
         self.passes.append((stack, batch))
-        return self._cluster.run(stack, batch)
+        return self._cluster.run(stack, batch, plan)
 
     def wait(self, future: Future[Any]) -> Any:
         return self._cluster.wait(future)

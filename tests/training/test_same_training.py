@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.support.grids import fast_and_slow
 from tests.support.models import make, tokens
 from torch import nn
 
@@ -34,7 +35,7 @@ def plain() -> list[float]:
     return losses(make("wide-llama"))
 
 
-@pytest.mark.parametrize("devices", [1, 3, 7])
+@pytest.mark.parametrize("devices", fast_and_slow([3], [1, 7]))
 def test_losses_over_fp32_equal_plain_torch(devices: int, plain: list[float]) -> None:
     with Fleet.local(devices, wire="fp32", offload="always") as fleet:
         ours = losses(distribute(make("wide-llama"), fleet, grain="gemm"))
@@ -44,7 +45,9 @@ def test_losses_over_fp32_equal_plain_torch(devices: int, plain: list[float]) ->
     assert max(abs(a - b) for a, b in zip(ours, plain, strict=True)) < 1e-4
 
 
-@pytest.mark.parametrize(("wire", "share"), [("bf16", 0.01), ("fp16", 0.01), ("int8", 0.08)])
+@pytest.mark.parametrize(
+    ("wire", "share"), [("bf16", 0.01), pytest.param("fp16", 0.01, marks=pytest.mark.slow), ("int8", 0.08)]
+)
 def test_losses_over_a_smaller_wire_stay_near(wire: Any, share: float, plain: list[float]) -> None:
     with Fleet.local(2, wire=wire, offload="always") as fleet:
         ours = losses(distribute(make("wide-llama"), fleet, grain="gemm"))

@@ -1,1 +1,1 @@
-"""The Python face: `Fleet`, `distribute`, `plan`; re-exported by `cleave`."""
+"""The Python API: `Fleet`, `distribute`, `plan`; re-exported by `cleave`."""

@@ -1,4 +1,4 @@
-"""`cleave.Fleet`: devices as one multiplier, from Python. Starts the server and, if asked, devices on this machine."""
+"""`cleave.Fleet`: a server in this process and its devices, used as one big multiplier."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 import numpy as np
 
 from cleave import events
-from cleave.core.cost.gemm import WireFormat
-from cleave.core.plan.gemm.layer import Linear
+from cleave.core.cost.wire import WIRE_FORMATS, WireFormat
+from cleave.core.model.gemms import Linear
 from cleave.core.verify.recompute import Policy
 from cleave.device.join import stand_in
 from cleave.device.replay import replay
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
 
 Offload = Literal["auto", "always"]
 Alone = Literal["wait", "compute"]
-"""What a server does while no device is there: wait for one, or compute itself until one joins."""
+"""Behavior while no device is connected: wait for one, or compute in this process until one joins."""
 Tls = bool | tuple[str | Path, str | Path | None]
-"""False: none; True: with a certificate the server makes; or the files of a certificate and its key (PEM)."""
+"""False: off; True: with a self-signed certificate; or the PEM files of a certificate and its key."""
 _Array = TypeVar("_Array", "np.ndarray[Any, Any]", "torch.Tensor")
 _FIRST_DEVICE_S = 60.0
 _HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
-"""Of a server that listens on every address: the one to dial from this machine."""
+"""Address to dial from this machine, if the server listens on all of them."""
 
 
 class Fleet:
-    """The devices of a server that runs in this process. Use `local` or `serve`, and close it, or use `with`."""
+    """A server in this process and its devices. Create with `local` or `serve`; close it, or use `with`."""
 
     def __init__(
         self,
@@ -59,12 +59,15 @@ class Fleet:
         links: Link | None = None,
         trust: Policy = "sample",
     ) -> None:
-        """`token` is what the join command shows, and the only key if no `keys` are given; what must outlive this
-        process, such as a certificate that devices know by its fingerprint, is kept in `directory`. `links` slows down
-        every device as a network would that this machine does not have. `trust` is how much of what devices do with
-        resident layers this server computes again: a sample, everything (strict), or none; products are all checked."""
-        if wire not in ("fp32", "bf16", "fp16", "int8"):
-            raise InputError(f"expected wire fp32, bf16, fp16 or int8, got {wire!r}")
+        """Start the server.
+
+        `token` is shown in the join command, and is the only key unless `keys` are given. `directory` keeps what must
+        outlive this process, such as a self-signed certificate. `links` emulates slower networks for all devices.
+        `trust` is how much work on resident layers the server audits: a sample, everything (strict), or none; all gemm
+        results are verified in any case.
+        """
+        if wire not in WIRE_FORMATS:
+            raise InputError(f"expected wire to be one of {', '.join(WIRE_FORMATS)}, got {wire!r}")
         if offload not in ("auto", "always"):
             raise InputError(f"expected offload auto or always, got {offload!r}")
         if trust not in ("sample", "strict", "none"):
@@ -73,7 +76,7 @@ class Fleet:
         self.offload: Offload = offload
         self.token = token
         self.medium_bytes_per_s = links.medium_bytes_per_s if links is not None else math.inf
-        """What all devices share, both ways, as far as anyone has said; each alone may measure as much."""
+        """Capacity shared by all devices in both directions, if known; each device alone may measure all of it."""
         self._listener = listener
         self._processes: list[subprocess.Popen[bytes]] = []
         self._keys = keys = keys or Keys(token)
@@ -86,7 +89,7 @@ class Fleet:
                 keys=keys,
                 codec=_fastest_codec(),
                 listener=listener,
-                gone_s=alone_wait_s,
+                alone_wait_s=alone_wait_s,
                 stand_in=stand_in if alone == "compute" else None,
                 medium_bytes_per_s=self.medium_bytes_per_s,
                 trust=trust,
@@ -114,7 +117,7 @@ class Fleet:
         trust: Policy = "sample",
         listener: events.Listener = lambda event: None,
     ) -> Fleet:
-        """Wait for devices at an address of this machine; `join_command` is what to type on theirs."""
+        """Serve devices at an address of this machine; run `join_command` on theirs."""
         return cls(
             listen,
             token=token,
@@ -140,7 +143,7 @@ class Fleet:
         trust: Policy = "sample",
         listener: events.Listener = lambda event: None,
     ) -> Fleet:
-        """Start devices on this machine: real processes, real sockets; and links as slow as `links` says."""
+        """Start devices on this machine, as real processes over real sockets; `links` emulates slower networks."""
         fleet = cls("127.0.0.1:0", wire=wire, offload=offload, links=links, trust=trust, listener=listener)
         try:
             fleet.start_devices(count, threads=threads, memory=memory)
@@ -152,13 +155,13 @@ class Fleet:
 
     @property
     def url(self) -> str:
-        """Where devices on this machine find the server, whatever name its certificate is for."""
+        """Address for devices on this machine, whatever name the certificate is for."""
         host = _HERE.get(self._service.host, self._service.host)
         return self._url(host, pinned=self._certificate is not None)
 
     @property
     def public_url(self) -> str:
-        """Where devices on other machines find it; those on this one, if it listens to nobody else."""
+        """Address for devices on other machines, or on this one if the server listens only locally."""
         named = self._certificate.name if self._certificate is not None else None
         host = _own_address() if self._service.host in _HERE else self._service.host
         return self._url(named or host, pinned=self._certificate is not None and self._certificate.is_own)
@@ -170,7 +173,7 @@ class Fleet:
 
     @property
     def join_command(self) -> str:
-        """What to type on another machine, secret and all; on this one, if the server listens to nobody else."""
+        """Command that joins another machine, token included."""
         return f"cleave join {self.public_url}{f' --token {self.token}' if self.token else ''}"
 
     @property
@@ -182,12 +185,12 @@ class Fleet:
         self._listener(events.Note(text=text))
 
     def start_devices(self, count: int, *, threads: int = 1, memory: str | None = None) -> list[int]:
-        """Devices on this machine, as `cleave join` starts them; their process ids."""
+        """Start `cleave join` processes on this machine; return their process ids."""
         if count < 1:
             raise InputError(f"expected at least 1 device, got {count}")
         started: list[int] = []
         if not self.is_reachable:  # all devices are here
-            self.cluster.grains.cores = (os.cpu_count() or 1) / threads
+            self.cluster.planning.share_cores((os.cpu_count() or 1) / threads)
         lent = self._keys.lend()
         for _ in range(count):
             number = len(self._processes) + 1
@@ -206,22 +209,24 @@ class Fleet:
         return started
 
     def wait(self, count: int = 1, timeout_s: float = _FIRST_DEVICE_S) -> None:
-        """Until so many devices are there; FleetGoneError if they do not come."""
+        """Wait until `count` devices are connected. Raises FleetGoneError on timeout."""
         self.cluster.wait_for_devices(count, timeout_s)
 
     def matmul(self, a: _Array, b: _Array) -> _Array:
-        """a @ b of two matrices, computed in fp32; torch or numpy in, the same kind out."""
+        """Compute a @ b in fp32 on the fleet; takes torch or numpy matrices and returns the same kind."""
         left, right = (
             np.asarray(x if isinstance(x, np.ndarray) else x.detach().cpu(), dtype=np.float32) for x in (a, b)
         )
         if left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[0]:
             raise InputError(f"expected matrices M x K and K x N, got {left.shape} and {right.shape}; reshape them")
-        # C = A B as the gradient of a layer's input: B is the weight, and no one transposes a copy
+        # As the input gradient of a layer with weight B, C = A B needs no transposed copy.
         one, two = self.cluster.tensor(*left.shape), self.cluster.tensor(*right.shape)
         one.bind(np.ascontiguousarray(left))
         two.bind(np.ascontiguousarray(right))
         linear = Linear(tokens=left.shape[0], in_width=right.shape[1], out_width=right.shape[0], roles=("grad_input",))
-        (result,) = self.cluster.wait(self.cluster.submit("grad_input", (one,), (two,), linear))
+        self.cluster.step_ended()  # lets every product use the devices connected now
+        plan = self.cluster.choose_layer(linear).plan
+        (result,) = self.cluster.wait(self.cluster.submit("grad_input", (one,), (two,), plan))
         if isinstance(a, np.ndarray):
             return result
         import torch
@@ -230,7 +235,7 @@ class Fleet:
 
     def close(self, reason: str = "done", *, rejoin: bool = False) -> None:
         self._service.stop(reason, rejoin=rejoin)
-        if rejoin:  # others wait for this server to return; those it started end with it
+        if rejoin:  # remote devices wait for this server to return; local ones end with it
             for process in self._processes:
                 process.terminate()
         for process in self._processes:
@@ -259,7 +264,7 @@ def _certificate(tls: Tls, directory: Path | None, host: str) -> certificate.Cer
 
 
 def _own_address() -> str:
-    """This machine's address on its network; opening a datagram socket sends nothing."""
+    """Return this machine's address on its network. Connecting a datagram socket sends nothing."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))

@@ -1,17 +1,19 @@
-"""`cleave.plan`: cut a gemm or a model's training step over a fleet; and the files it reads."""
+"""`cleave.plan`: plan a gemm or a model's training step over a fleet, and load the files that needs."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Literal, cast
+from typing import cast
 
 import numpy as np
 
-from cleave.core.cost.gemm import Server, WireFormat
+from cleave.core.cost.rates import Server
+from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet import sampling
 from cleave.core.fleet.profiles import Profiles, read_csv
 from cleave.core.model.gemms import Gemm
+from cleave.core.model.grain import Grain
 from cleave.core.model.shapes import ModelShape, from_config, named
 from cleave.core.plan.gemm.product import GemmPlan, Split, plan_gemm
 from cleave.core.plan.step import StepChoice, StepPlan, choose_step, plan_step
@@ -32,12 +34,12 @@ def plan(
     server: Server | None = None,
     split: Split = "auto",
     grouped: bool = True,
-    grain: Literal["auto", "gemm", "resident"] = "auto",
+    grain: Grain = "auto",
 ) -> GemmPlan | StepPlan | StepChoice:
-    """Cut one gemm, or a model's whole step, over a fleet (profiles, or the path of a fleet CSV).
+    """Plan one gemm, or a model's whole step, over a fleet: profiles, or the path of a fleet CSV.
 
-    A step comes as a `StepPlan` with grain "gemm" (which `split` and `grouped` speak of), else as a `StepChoice`: the
-    fastest of all ways, or the best columns with grain "resident".
+    A step with grain "gemm" is returned as a `StepPlan`; `split` and `grouped` apply to it only. Otherwise it is a
+    `StepChoice`: the fastest arrangement of all, or the best resident one with grain "resident".
     """
     profiles = fleet if isinstance(fleet, Profiles) else load_fleet(fleet)
     if (gemm is None) == (model is None):
@@ -74,7 +76,7 @@ def load_fleet(path: str | Path) -> Profiles:
 
 
 def load_shape(model: str) -> ModelShape:
-    """A preset by name, or a Hugging Face config.json, or the folder that holds one."""
+    """Load a shape: a preset by name, a Hugging Face config.json, or a folder with one."""
     path = Path(model)
     if path.is_dir():
         path = path / "config.json"

@@ -1,1 +1,1 @@
-"""The command line: one file per verb; parses, calls, prints."""
+"""The command line, one module per verb: parse, call, print."""

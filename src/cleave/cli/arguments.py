@@ -1,4 +1,4 @@
-"""Parse argument values; a bad one ends the command with one sentence and exit code 2."""
+"""Parsers for argument values. A bad value ends the command with one sentence and exit code 2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`cleave fleet`: draw a fleet from the fact tables, or describe one."""
+"""`cleave fleet`: sample a fleet from the fact tables, or describe one."""
 
 from __future__ import annotations
 
@@ -33,12 +33,10 @@ def add_to(add: AddVerb) -> None:
 
 
 def _run_sample(options: argparse.Namespace) -> None:
-
     run_fleet_sample(mix=options.mix, country=options.country, seed=options.seed, out=options.out, as_json=options.json)
 
 
 def _run_show(options: argparse.Namespace) -> None:
-
     run_fleet_show(fleet=options.fleet, as_json=options.json)
 
 

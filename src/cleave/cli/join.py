@@ -11,12 +11,11 @@ import platform
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING
 
+from cleave.cli.arguments import AddVerb, count, positive, size_bytes
 from cleave.errors import InputError
 
 if TYPE_CHECKING:
     from cleave.device.programs.kernels import KernelChoice
-
-from cleave.cli.arguments import AddVerb, count, positive, size_bytes
 
 
 def add_to(add: AddVerb) -> None:
@@ -47,9 +46,7 @@ def add_to(add: AddVerb) -> None:
 
 
 def _run_join(options: argparse.Namespace) -> None:
-    import os
-
-    if options.threads is not None:  # read by numpy's libraries when they are loaded, which is below
+    if options.threads is not None:  # BLAS libraries read these when numpy is imported, below
         for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
             os.environ[variable] = str(options.threads)
 
@@ -100,14 +97,14 @@ def run_join(
         join_report.shown(contribution, offer.flops_per_s, offer.memory_bytes, chosen.name, quiet=quiet) as say,
         contextlib.suppress(KeyboardInterrupt),
     ):
-        gc.freeze()  # what is loaded stays; only what comes and goes is worth looking at
+        gc.freeze()  # exempt everything loaded so far from collection
         gc.set_threshold(50_000)
         serving = join.serve(url, chosen, offer, contribution, say, wait_s)
         asyncio.run(_while_parent_lives(serving) if with_parent else serving)
 
 
 async def _while_parent_lives(serving: Coroutine[None, None, None]) -> None:
-    """A local device belongs to its server: killed servers leave no processes behind."""
+    """Stop when the parent process is gone, so that a killed server leaves no local devices behind."""
     parent, work = os.getppid(), asyncio.ensure_future(serving)
     while not work.done() and os.getppid() == parent:
         await asyncio.wait([work], timeout=1.0)

@@ -1,6 +1,6 @@
-"""The `cleave` command: dispatch to a verb; turn errors into one sentence and exit code 2.
+"""The `cleave` command: dispatch to a verb, and turn errors into one sentence and exit code 2.
 
-Verbs import what they need when they run, so that `cleave --help` needs nothing but argparse.
+Verbs import what they need when they run, so `cleave --help` loads nothing heavier than argparse.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0, or 2 with one sentence on standard error if the input is at fault."""
+    """Run one command. Returns exit code 0, or 2 after printing one sentence to stderr if the input is at fault."""
     parser = _parser()
     options = parser.parse_args(arguments)
     _set_log_level()
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return BAD_INPUT
     except KeyboardInterrupt:
         return _INTERRUPTED
-    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+    except BrokenPipeError:  # the reader of our output is gone, as with `| head`
         sys.stderr.close()
         return 0
     return 0
@@ -43,8 +43,8 @@ def _set_log_level() -> None:
     import os
 
     level = os.environ.get("CLEAVE_LOG_LEVEL", "ERROR").upper()
-    known = logging.getLevelNamesMapping()
-    logging.basicConfig(level=known.get(level, logging.ERROR), format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    levels = logging.getLevelNamesMapping()
+    logging.basicConfig(level=levels.get(level, logging.ERROR), format="%(asctime)s %(name)s %(levelname)s %(message)s")
 
 
 def _parser() -> argparse.ArgumentParser:

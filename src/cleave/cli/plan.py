@@ -1,4 +1,4 @@
-"""`cleave plan`: cut a gemm or a training step over a fleet."""
+"""`cleave plan`: plan a gemm or a training step over a fleet."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import json
 import math
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from cleave.cli.arguments import AddVerb, count, gemm_sizes, positive
+from cleave.core.cost.wire import WIRE_FORMATS
+from cleave.core.model.grain import GRAINS
 from cleave.errors import InputError
 
 if TYPE_CHECKING:
-    from cleave.core.cost.gemm import WireFormat
+    from cleave.core.cost.wire import WireFormat
+    from cleave.core.model.grain import Grain
     from cleave.core.plan.gemm.product import Split
-
-from cleave.cli.arguments import AddVerb, count, gemm_sizes, positive
 
 _GBIT_BYTES = 1e9 / 8
 
@@ -40,7 +42,7 @@ def add_to(add: AddVerb) -> None:
         metavar="N",
         help="tokens of one sequence (default: 1024 at most, dividing --tokens)",
     )
-    verb.add_argument("--wire", choices=["fp32", "bf16", "fp16", "int8"], default="bf16", help="format on the wire")
+    verb.add_argument("--wire", choices=WIRE_FORMATS, default="bf16", help="format on the wire")
     verb.add_argument(
         "--server-down", type=positive, metavar="GBIT", help="server to devices, Gbit/s (default: unlimited)"
     )
@@ -52,7 +54,7 @@ def add_to(add: AddVerb) -> None:
     )
     verb.add_argument(
         "--grain",
-        choices=["auto", "gemm", "resident"],
+        choices=GRAINS,
         default="auto",
         help="what a unit of a model's step is: a block of a gemm, or tokens through resident weights (default: "
         "the fastest of all ways)",
@@ -67,7 +69,6 @@ def add_to(add: AddVerb) -> None:
 
 
 def _run_plan(options: argparse.Namespace) -> None:
-
     run_plan(
         fleet=options.fleet,
         model=options.model,
@@ -97,7 +98,7 @@ def run_plan(
     server_down_gbit: float | None,
     server_up_gbit: float | None,
     server_tflops: float | None,
-    grain: Literal["auto", "gemm", "resident"],
+    grain: Grain,
     split: Split,
     grouped: bool,
     as_json: bool,
@@ -105,7 +106,7 @@ def run_plan(
 ) -> None:
     from cleave.api.planning import load_fleet
     from cleave.api.planning import plan as make_plan
-    from cleave.core.cost.gemm import Server
+    from cleave.core.cost.rates import Server
     from cleave.facts import table
     from cleave.report import plan_json, plan_text, plan_words
 
@@ -119,7 +120,7 @@ def run_plan(
         flops_per_s=0.0 if server_tflops is None else server_tflops * 1e12,
     )
     profiles = load_fleet(fleet)
-    found = make_plan(
+    planned = make_plan(
         profiles,
         model=model,
         tokens=tokens,
@@ -132,19 +133,19 @@ def run_plan(
         grain=grain,
     )
     if as_json:
-        sys.stdout.write(json.dumps(plan_json.as_json(found)) + "\n")
+        sys.stdout.write(json.dumps(plan_json.as_json(planned)) + "\n")
     else:
-        plan_text.show(found, profiles, server, plan_words.cloud_gpu(table("cloud")))
+        plan_text.show(planned, profiles, server, plan_words.cloud_gpu(table("cloud")))
     if plot is not None:
         from cleave.report import plan_plot
 
-        plan_plot.draw(found, profiles, server, Path(plot))
+        plan_plot.draw(planned, profiles, server, Path(plot))
         if not as_json:
             plan_words.say(f"drawn: {plot}")
 
 
 def _check_plot(path: Path) -> None:
-    """Say so before a long plan is made, not after."""
+    """Fail before a long plan is computed, not after."""
     if path.suffix.lower() not in {".png", ".svg", ".pdf"}:
         raise InputError(f"expected --plot to end in .png, .svg or .pdf, got {path}; rename it")
     if not path.parent.is_dir():

@@ -10,6 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cleave.cli.arguments import AddVerb, count, count_or_zero, number_or_zero, positive, seed
+from cleave.core.cost.wire import WIRE_FORMATS
+from cleave.core.model.grain import GRAINS
 from cleave.errors import InputError
 
 if TYPE_CHECKING:
@@ -21,8 +24,6 @@ if TYPE_CHECKING:
     from cleave.events import AnyEvent, EventLog, Listener
     from cleave.server.admission.tokens import Keys
     from cleave.train.loop import Traffic
-
-from cleave.cli.arguments import AddVerb, count, count_or_zero, number_or_zero, positive, seed
 
 
 def add_to(add: AddVerb) -> None:
@@ -42,8 +43,8 @@ def add_to(add: AddVerb) -> None:
     verb.add_argument("--in-flight", type=count, metavar="N", help="micro-batches computed at the same time")
     verb.add_argument("--learning-rate", type=positive, metavar="RATE", help="the highest one")
     verb.add_argument("--seed", type=seed, metavar="N", help="of weights, text order and sample")
-    verb.add_argument("--wire", choices=["fp32", "bf16", "fp16", "int8"], help="format on the wire (default: fp32)")
-    verb.add_argument("--grain", choices=["auto", "gemm", "resident"], help="a unit of work (default: the faster one)")
+    verb.add_argument("--wire", choices=WIRE_FORMATS, help="format on the wire (default: fp32)")
+    verb.add_argument("--grain", choices=GRAINS, help="a unit of work (default: the faster one)")
     verb.add_argument("--overlap", action="store_true", default=None, help="update weights one by one, during backward")
     verb.add_argument("--offload", choices=["auto", "always"], help="auto keeps gemms not worth sending on the server")
     verb.add_argument("--dtype", choices=["fp32", "bf16"], help="of the parameters (default: fp32)")
@@ -80,8 +81,6 @@ _NOT_SETTINGS = {"verb", "run", "run_file", "resume", "json"}
 
 
 def _run_train(options: argparse.Namespace) -> None:
-    import os
-
     overrides = {name: value for name, value in vars(options).items() if name not in _NOT_SETTINGS}
     if overrides["listen"] is not None and overrides["devices"] is None:
         overrides["devices"] = 0
@@ -89,15 +88,15 @@ def _run_train(options: argparse.Namespace) -> None:
     run_train(run_file=options.run_file, overrides=overrides, resume=options.resume, as_json=options.json)
 
 
-_UNSAFE = "tokens and numbers travel in the clear, for anyone on the network to read; add --tls"
-_NOTHING_SENT = (
+_UNENCRYPTED = "tokens and numbers travel in the clear, for anyone on the network to read; add --tls"
+_NOTHING_OFFLOADED = (
     "no gemm of this model is worth sending over these links, so the server computes all of it itself; add --offload "
     "always to send them anyway, a larger batch, or devices with faster links"
 )
 
 
 def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: bool, as_json: bool) -> None:
-    """Train; every word a run says goes to its event log and, as it is said, to the screen."""
+    """Train; every event goes to the run's event log and, live, to the screen."""
     from rich.console import Console
 
     from cleave.report import train_summary
@@ -109,7 +108,7 @@ def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: 
         from cleave.train import loop
     except ImportError as fault:
         raise InputError(f"training needs {fault.name}, which is not installed; pip install 'cleave[train]'") from None
-    run = _Run(config, directory, resume=resume)
+    run = _TrainingRun(config, directory, resume=resume)
     view = TrainView(Console(stderr=True, highlight=False), run.devices)
     run.show = view
     try:
@@ -125,8 +124,8 @@ def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: 
         run.close()
 
 
-class _Run:
-    """A run's fleet and event log, which begin and end with it."""
+class _TrainingRun:
+    """A run's fleet and event log, opened and closed with it."""
 
     def __init__(self, config: TrainConfig, directory: Path, *, resume: bool) -> None:
         self._config, self._directory, self._resume = config, directory, resume
@@ -134,31 +133,31 @@ class _Run:
         self.show: Listener = lambda event: None
         self.finished = False
         self._log: EventLog | None = None
-        self._unwritten: list[AnyEvent] = []
+        self._pending: list[AnyEvent] = []
         self._steps = 0
         self._lock = threading.RLock()
 
     def observe(self, event: AnyEvent) -> None:
-        """To the log, which begins with the run's directory, and to the screen."""
+        """Write an event to the screen and to the log, which is opened once the run's directory exists."""
         from cleave.events import EventLog, Note, StepDone
 
         with self._lock:
             if self._log is None and self._directory.is_dir():
                 self._log = EventLog(self._directory / "events.jsonl", time.time)
-                for earlier in self._unwritten:
-                    self._log(earlier)
+                for pending in self._pending:
+                    self._log(pending)
             if self._log is None:
-                self._unwritten.append(event)
+                self._pending.append(event)
             else:
                 self._log(event)
             self.show(event)
             if isinstance(event, StepDone):
                 self._steps += 1
                 if self._steps == 1 and self.fleet and not self.fleet.cluster.totals().products:
-                    self.observe(Note(text=_NOTHING_SENT))
+                    self.observe(Note(text=_NOTHING_OFFLOADED))
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Start the fleet, and let it compute the model's gemms."""
+        """Start the fleet and distribute the model over it."""
         from cleave.api.fleet import Fleet
         from cleave.api.training import distribute
         from cleave.events import Note
@@ -178,23 +177,23 @@ class _Run:
             trust=config.trust,
             alone_wait_s=config.alone_wait_s,
         )
-        secret = " with their token" if not keys.is_open else ""
-        self.observe(Note(text=f"devices join at {self.fleet.public_url}{secret}"))
-        with self._lock:  # to the screen alone: it has the token in it
+        suffix = " with their token" if not keys.is_open else ""
+        self.observe(Note(text=f"devices join at {self.fleet.public_url}{suffix}"))
+        with self._lock:  # to the screen only, as it contains the token
             self.show(Note(text=f"devices join with: {self.fleet.join_command}"))
         if not keys.is_open and self.fleet.is_reachable and self.fleet.public_url.startswith("ws:"):
-            self.observe(Note(text=_UNSAFE))
+            self.observe(Note(text=_UNENCRYPTED))
         if config.devices:
             self.fleet.start_devices(config.devices, threads=config.device_threads)
-            _leave_cores_to(config.devices * config.device_threads)
+            _reserve_cores(config.devices * config.device_threads)
         if config.devices or config.alone == "wait":
             self.fleet.wait(max(config.devices, 1), config.wait_s)
         return distribute(model, self.fleet, grain=config.grain)
 
     def _keys(self) -> tuple[Keys, str]:
-        """The run's keys, and the token to show: the one that was chosen, or one made up where others can come in.
+        """Return the run's keys and the token to show: the configured one, or a new one if others can reach the server.
 
-        What a device was given before stays good: its hash is in the run directory, though nobody knows it any more.
+        Tokens issued earlier stay valid: the run directory has their hashes, although the tokens cannot be shown again.
         """
         from cleave.server.admission.tokens import FILE, Keys
 
@@ -240,15 +239,15 @@ class _Run:
             self._log.close()
 
 
-def _leave_cores_to(threads: int) -> None:
-    """Torch's threads spin while they wait for each other, which costs twice where local devices want the cores."""
+def _reserve_cores(threads: int) -> None:
+    """Reserve cores for local devices: torch's threads spin while waiting, which would take theirs."""
     import torch
 
     torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - threads)))
 
 
 def _config(run_file: str | None, overrides: Mapping[str, object], directory: Path, *, resume: bool) -> TrainConfig:
-    """A run that goes on keeps its settings, but for what is given anew."""
+    """Load the settings; a resumed run keeps its own, except those given again."""
     from cleave.config import load_config
 
     path = Path(run_file) if run_file else None
@@ -266,7 +265,7 @@ def _is_local(listen: str) -> bool:
 
 
 def _run_directory(run_file: str | None, overrides: Mapping[str, object], *, resume: bool) -> Path:
-    """Where a run lives: as given, else the newest one if it goes on, else a new one by the clock."""
+    """Choose the run's directory: as given, else the newest one when resuming, else a new one named by the time."""
     from cleave.config import load_config
 
     given = overrides.get("out") or (load_config(Path(run_file), overrides).out if run_file else None)

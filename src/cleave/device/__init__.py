@@ -1,1 +1,1 @@
-"""A volunteered machine's side: it dials a server, holds operands, runs programs, returns results. Needs no torch."""
+"""The volunteered machine: dial a server, hold operands, run programs, return results. Does not require torch."""

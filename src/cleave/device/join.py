@@ -1,4 +1,7 @@
-"""`cleave join`: dial, work, and come back after every loss of connection until told not to."""
+"""A device's life with one server: dial, join, work, and reconnect until told to stay away.
+
+Behind `cleave join`. Owns retries and their backoff; what happens on a connection is the worker's business.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,16 @@ from cleave.transport.base import Channel
 from cleave.transport.websocket import dial
 
 _FIRST_PAUSE_S = 0.5
-_LONGEST_PAUSE_S = 30.0
+_MAX_PAUSE_S = 30.0
 _SCHEMES = {"ws": "ws", "wss": "wss", "http": "ws", "https": "wss", "cleave": "ws"}
 
 Say = Callable[[str], None]
 
 
 def socket_url(address: str) -> str:
-    """ws://host:port/ws of what a person typed: a URL of any of the usual schemes, or host:port.
+    """Normalize a user-supplied address, a URL or host:port, to ws://host:port/ws.
 
-    The fingerprint of a certificate after # stays; it means TLS where no scheme says so.
+    A certificate fingerprint after # is kept, and implies TLS if the address has no scheme.
     """
     parts = urlsplit(address if "://" in address else f"{'wss' if '#' in address else 'ws'}://{address}")
     try:
@@ -38,7 +41,7 @@ def socket_url(address: str) -> str:
 
 
 async def stand_in(channel: Channel) -> None:
-    """A device in the server's own process, while no other is there; ends when the channel does."""
+    """Run a device in the server's own process while the fleet is empty; return when the channel closes."""
     kernel = NumpyKernel()
     offer = Offer(
         name="",
@@ -51,7 +54,7 @@ async def stand_in(channel: Channel) -> None:
         await worker.join()
         await worker.run()
     except CleaveError:
-        pass  # whoever serves it tells why
+        pass  # the server's end of the channel reports the reason
     finally:
         await channel.close()
 
@@ -59,24 +62,24 @@ async def stand_in(channel: Channel) -> None:
 async def serve(
     address: str, kernel: Kernel, offer: Offer, contribution: Contribution, say: Say, first_wait_s: float
 ) -> None:
-    """Work for a server until it says goodbye for good, or this task is cancelled.
+    """Work for a server until it dismisses the device for good or this task is cancelled.
 
-    A server that was never reached is given up after `first_wait_s`; one that was, never: it may be restarting.
+    Give up after `first_wait_s` if the server was never reached; once it was, retry forever, as it may be restarting.
     """
     url = socket_url(address)
-    pause_s, given_up_at, known = _FIRST_PAUSE_S, time.monotonic() + first_wait_s, False
+    pause_s, give_up_at, was_reached = _FIRST_PAUSE_S, time.monotonic() + first_wait_s, False
     while True:
         try:
             channel = await dial(url)
             worker = Worker(channel, kernel, offer, contribution, say)
             try:
                 await worker.join()
-                known, done = True, contribution.tasks
+                was_reached, tasks_before = True, contribution.tasks
                 say(f"joined {address} as {worker.name}")
                 try:
                     goodbye = await worker.run()
                 finally:
-                    if contribution.tasks > done:  # a stay in which nothing was done does not shorten the next pause
+                    if contribution.tasks > tasks_before:  # only completed work resets the backoff
                         pause_s = _FIRST_PAUSE_S
             except asyncio.CancelledError:
                 await worker.leave("stopped by its owner")
@@ -90,10 +93,10 @@ async def serve(
         except (InputError, Refusal):
             raise
         except ConnectionLost as fault:
-            if not known and time.monotonic() + pause_s > given_up_at:
+            if not was_reached and time.monotonic() + pause_s > give_up_at:
                 raise
             say(f"{fault}; trying again in {pause_s:.1f} s")
         except CleaveError as fault:
             say(f"{fault}; joining anew in {pause_s:.1f} s")
         await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
-        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        pause_s = min(2 * pause_s, _MAX_PAUSE_S)

@@ -1,7 +1,7 @@
-"""A device without a connection: does what it is told in order, at once, and gives every result whole.
+"""A device without a connection: run recorded messages in order and return each result in one piece.
 
-For whoever wants to know what an honest device returns: the same store, tasks and rounding as in `worker.py`. Neither
-waits nor returns in parts; who asks, and why, is not its business.
+Computes what an honest device returns, with the store, tasks and rounding of `worker.py`. Audits compare against it,
+which it does not know; it never waits and never returns partial results.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from cleave.core.model.batch import Matrix
 from cleave.core.schedule.rectangles import Rectangle
 from cleave.device.programs.kernels import Kernel, NumpyKernel
 from cleave.device.programs.resident import make_task
-from cleave.device.store import Store
+from cleave.device.store import OperandStore
 from cleave.errors import ProtocolError
 from cleave.protocol import messages
 from cleave.protocol.frames import Buffer
-from cleave.protocol.numbers import Matrix, NumpyCodec
+from cleave.protocol.numbers import NumpyCodec
 
 Inbox = Iterable[tuple[messages.Store | messages.Run | messages.Drop, Buffer]]
 
 
 def replay(inbox: Inbox, kernel: Kernel | None = None) -> Iterator[Matrix]:
-    """The result of each `Run`, as its reader sees it; all that a task needs comes before it."""
+    """Yield the result of each `Run` as decoded from the wire. Every operand must precede the task that needs it."""
     kernel = kernel or NumpyKernel()
-    store = Store(kernel, sys.maxsize)
+    store = OperandStore(kernel, sys.maxsize)
     for message, payload in inbox:
         match message:
             case messages.Store():
@@ -37,7 +38,7 @@ def replay(inbox: Inbox, kernel: Kernel | None = None) -> Iterator[Matrix]:
                 yield _result(message, store, kernel)
 
 
-def _result(message: messages.Run, store: Store, kernel: Kernel) -> Matrix:
+def _result(message: messages.Run, store: OperandStore, kernel: Kernel) -> Matrix:
     task, codec = make_task(message.program, store, kernel), NumpyCodec()
     parts: list[tuple[Rectangle, Matrix]] = []
     while (chunk := task.next_chunk()) is not None:

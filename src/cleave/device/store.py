@@ -1,7 +1,7 @@
-"""What a device holds, under its memory cap: operands that were sent, and accumulators and states it made itself.
+"""A device's resident data under its memory cap: operands received, and accumulators and states created locally.
 
-All share one space of numbers. The server decides what is held and what is dropped; the store only refuses what would
-break the cap or the order, so a faulty server cannot take more of a volunteer's memory than was offered.
+All share one number space. The server decides what is held and what is dropped. The store only rejects what would
+exceed the cap or arrives out of order, so a faulty server cannot take more of a volunteer's memory than was offered.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cleave.core.cost.resident import state_bytes
-from cleave.device.programs.attention import Cache
+from cleave.device.programs.attention import KVCache
 from cleave.device.programs.kernels import Array, Kernel
 from cleave.errors import ProtocolError
 from cleave.protocol.frames import Buffer
@@ -19,12 +19,14 @@ _ELEMENT_BYTES = 4
 
 
 @dataclass(slots=True)
-class Operand:
+class HeldOperand:
+    """A matrix on the device, filled from its first row down."""
+
     array: Array
     rows: int
     cols: int
     ready_rows: int = 0
-    """The first rows, which have arrived."""
+    """Leading rows received so far."""
     is_accumulator: bool = False
 
     @property
@@ -38,42 +40,44 @@ class Operand:
 
 @dataclass(slots=True)
 class State:
-    """Keys and values of a sequence, and how far it has come."""
+    """Keys and values of one sequence, and its progress forward and backward."""
 
     kv_widths: tuple[int, ...]
     sequence: int
-    caches: tuple[Cache, ...]
+    caches: tuple[KVCache, ...]
     forward_rows: int
-    """The first rows, which have gone forward."""
+    """Leading rows already processed forward."""
     backward_row: int
-    """Where the last rows begin, which have gone backward; negative while some go, and for ever if they fail."""
+    """First of the trailing rows already processed backward; negative while a backward task runs or after it failed."""
 
     @property
     def bytes(self) -> int:
         return state_bytes(self.kv_widths, self.sequence)
 
     def open_gradients(self, kernel: Kernel) -> None:
-        """From zero, with the first rows that go backward."""
+        """Allocate zeroed key and value gradients, unless an earlier backward task did."""
         for cache, width in zip(self.caches, self.kv_widths, strict=True):
             if cache.value_gradients is None:
                 cache.key_gradients = kernel.zeros(self.sequence, width)
                 cache.value_gradients = kernel.zeros(self.sequence, width)
 
 
-class Store:
+class OperandStore:
+    """Operands, accumulators and states by number, within `memory_bytes`."""
+
     def __init__(self, kernel: Kernel, memory_bytes: int) -> None:
         self._kernel = kernel
         self._memory_bytes = memory_bytes
-        self._operands: dict[int, Operand] = {}
+        self._operands: dict[int, HeldOperand] = {}
         self._states: dict[int, State] = {}
-        self._spare: list[Operand] = []
+        self._spare: list[HeldOperand] = []
         self.used_bytes = 0
         self.result_bytes = 0
         self.spare_bytes = 0
-        """Kept for operands of the same size, as fresh pages cost more than a copy; given up when room is needed."""
+        """Dropped buffers kept for operands of equal size, as fresh pages cost more than a copy; freed when needed."""
 
     def write(self, message: StoreMessage, payload: Buffer) -> None:
-        """Take a strip of rows; the first one makes room for the whole operand."""
+        """Decode a strip of rows into its operand; the first strip allocates all of it."""
         operand = self._operands.get(message.operand)
         if message.operand in self._states or (operand is not None and operand.is_accumulator):
             raise ProtocolError(
@@ -100,30 +104,31 @@ class Store:
             if dropped is None:
                 continue
             self.used_bytes -= dropped.bytes
-            if isinstance(dropped, Operand) and not dropped.is_accumulator:  # a task may still write to the others
+            # A running task may still write to an accumulator or a state, so those are not reused.
+            if isinstance(dropped, HeldOperand) and not dropped.is_accumulator:
                 self.spare_bytes += dropped.bytes
                 self._spare.append(dropped)
         self._trim(0)
 
-    def get(self, operand: int) -> Operand | None:
+    def get(self, operand: int) -> HeldOperand | None:
         return self._operands.get(operand)
 
     def state(self, number: int) -> State | None:
         return self._states.get(number)
 
     def make_state(self, number: int, kv_widths: tuple[int, ...], sequence: int) -> State:
-        self._take(number, state_bytes(kv_widths, sequence))
-        caches = tuple(Cache(self._new(sequence, width), self._new(sequence, width)) for width in kv_widths)
+        self._claim(number, state_bytes(kv_widths, sequence))
+        caches = tuple(KVCache(self._zeros(sequence, width), self._zeros(sequence, width)) for width in kv_widths)
         self._states[number] = State(kv_widths, sequence, caches, 0, sequence)
         self.used_bytes += self._states[number].bytes
         return self._states[number]
 
-    def accumulator(self, number: int, rows: int, cols: int) -> Operand:
-        """The one of that number; if there is none, a new one of zeros."""
+    def accumulator(self, number: int, rows: int, cols: int) -> HeldOperand:
+        """Return the accumulator of that number, created as zeros if missing."""
         held = self._operands.get(number)
         if held is None:
-            self._take(number, rows * cols * _ELEMENT_BYTES)
-            held = self._operands[number] = Operand(self._new(rows, cols), rows, cols, rows, is_accumulator=True)
+            self._claim(number, rows * cols * _ELEMENT_BYTES)
+            held = self._operands[number] = HeldOperand(self._zeros(rows, cols), rows, cols, rows, is_accumulator=True)
             self.used_bytes += held.bytes
         if not held.is_accumulator or (held.rows, held.cols) != (rows, cols):
             raise ProtocolError(
@@ -133,7 +138,7 @@ class Store:
         return held
 
     def expect_result(self, size: int) -> None:
-        """Room that a task's result will take, or (negative) has taken."""
+        """Reserve space for a task's result; a negative size releases it."""
         self.result_bytes += size
         self._trim(0)
 
@@ -143,48 +148,47 @@ class Store:
         self._spare.clear()
         self.used_bytes = self.spare_bytes = self.result_bytes = 0
 
-    def _allocate(self, message: StoreMessage) -> Operand:
+    def _allocate(self, message: StoreMessage) -> HeldOperand:
         if min(message.rows, message.cols) < 1:
             raise ProtocolError(f"expected an operand of at least 1 x 1, got {message.rows} x {message.cols}")
         need = message.rows * message.cols * _ELEMENT_BYTES
-        self._require(need)
-        operand = Operand(self._room(message.rows, message.cols, need), message.rows, message.cols)
+        self._require_space(need)
+        operand = HeldOperand(self._reuse_or_allocate(message.rows, message.cols, need), message.rows, message.cols)
         self._operands[message.operand] = operand
         self.used_bytes += need
         return operand
 
-    def _take(self, number: int, need: int) -> None:
-        """Make room for something made here."""
+    def _claim(self, number: int, need: int) -> None:
+        """Check the number and free space for something created locally."""
         if number in self._operands or number in self._states:
             raise ProtocolError(f"expected a number for what is made here that is free, got {number}; use another")
-        self._require(need)
+        self._require_space(need)
         self._trim(need)
 
-    def _require(self, need: int) -> None:
+    def _require_space(self, need: int) -> None:
         if self.used_bytes + need > self._memory_bytes:
             raise ProtocolError(
                 f"the server sends {need} bytes more where {self._memory_bytes - self.used_bytes} of "
                 f"{self._memory_bytes} are left; this device does not go beyond its memory"
             )
 
-    def _new(self, rows: int, cols: int) -> Array:
+    def _zeros(self, rows: int, cols: int) -> Array:
         try:
             return self._kernel.zeros(rows, cols)
-        except (MemoryError, RuntimeError):  # torch raises the latter
+        except (MemoryError, RuntimeError):  # torch raises RuntimeError
             raise ProtocolError("there is less memory than was offered") from None
 
-    def _room(self, rows: int, cols: int, need: int) -> Array:
+    def _reuse_or_allocate(self, rows: int, cols: int, need: int) -> Array:
         for i, spare in enumerate(self._spare):
             if spare.bytes == need:
                 del self._spare[i]
                 self.spare_bytes -= need
                 return spare.array.reshape(rows, cols)
         self._trim(need)
-
         return self._kernel.allocate(rows, cols)
 
     def _trim(self, need: int) -> None:
-        """Give up spare room, the oldest first, until all of it fits."""
-        others = self.used_bytes + self.result_bytes + need
-        while self._spare and others + self.spare_bytes > self._memory_bytes:
+        """Free spare buffers, oldest first, until `need` more bytes fit."""
+        occupied = self.used_bytes + self.result_bytes + need
+        while self._spare and occupied + self.spare_bytes > self._memory_bytes:
             self.spare_bytes -= self._spare.pop(0).bytes

@@ -1,8 +1,7 @@
 """The fact tables, as package data: device models, links, carbon, model shapes, each row with its source.
 
-Knows how to read a table and nothing about what its columns mean: `core.sampling`, `core.shapes` and the
-carbon sums get rows as parameters, because the core opens no file. README.md beside the tables says where
-each came from and what was assumed.
+Reads tables without knowing what columns mean: `core.fleet.sampling` and others get rows as parameters, because the
+core opens no files. README.md beside the tables lists the origin of each and the assumptions made.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ TableName = Literal[
 
 @cache
 def table(name: TableName) -> tuple[Mapping[str, str], ...]:
-    """The rows of a fact table, every cell as text; read once, and read-only because all callers share it."""
+    """Return the rows of a fact table, every cell as text; read once, and read-only as all callers share it."""
     text = resources.files(__name__).joinpath(f"{name}.csv").read_text(encoding="utf-8")
     header, *rows = csv.reader(text.splitlines())
     return tuple(MappingProxyType(dict(zip(header, row, strict=True))) for row in rows)

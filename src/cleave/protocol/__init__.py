@@ -1,1 +1,1 @@
-"""What travels: messages, how they are framed, how numbers are written. docs/protocol.md says it too."""
+"""The wire protocol: messages, framing, encodings of numbers. Specified in docs/protocol.md."""

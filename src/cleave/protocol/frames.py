@@ -1,8 +1,8 @@
-"""A message on a channel: its header, then its payload in parts; and the limits of each.
+"""Framing of messages on a channel, a header and then its payload in parts, with the limits of each.
 
 A channel carries byte strings (WebSocket messages). A header is one of them. If it announces a payload, the next ones
-are that payload, in order, each at most PART_BYTES, and nothing comes between. Payloads stay views of what they are
-part of: a header is never joined to them, and a payload of one part is handed out as it came.
+are that payload, in order, each at most PART_BYTES, with nothing in between. Payloads are never copied to be sent: the
+header stays separate and parts are views. A payload of one part is handed out as received.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from cleave.protocol import messages
 from cleave.protocol.messages import AnyMessage
 
 MESSAGE_BYTES = 4 << 20
-"""The longest byte string; longer ones stall an event loop."""
+"""Longest byte string; longer ones stall an event loop."""
 PART_BYTES = MESSAGE_BYTES
-"""Parts as they are sent: a payload of one part needs no putting together."""
+"""Longest part sent: a payload of one part needs no reassembly."""
 HEADER_BYTES = 64 << 10
 PAYLOAD_BYTES = 64 << 20
 
@@ -24,18 +24,18 @@ Buffer = bytes | bytearray | memoryview
 
 
 def parts(payload: Buffer) -> Iterator[memoryview]:
-    """A payload as views of at most PART_BYTES."""
+    """Yield a payload as views of at most PART_BYTES."""
     view = memoryview(payload).cast("B") if not isinstance(payload, memoryview) or payload.format != "B" else payload
     for start in range(0, len(view), PART_BYTES):
         yield view[start : start + PART_BYTES]
 
 
 class Assembler:
-    """Byte strings of one channel in, whole messages out. Raises ProtocolError at the first thing that does not fit."""
+    """Reassemble messages from the byte strings of one channel. Raises ProtocolError at the first violation."""
 
-    def __init__(self, most_payload: int = PAYLOAD_BYTES) -> None:
-        self.most_payload = most_payload
-        """Of messages to come, in bytes; 0 takes headers alone."""
+    def __init__(self, max_payload_bytes: int = PAYLOAD_BYTES) -> None:
+        self.max_payload_bytes = max_payload_bytes
+        """Limit for messages to come; 0 accepts headers only."""
         self._message: AnyMessage | None = None
         self._payload = bytearray()
         self._filled = 0
@@ -45,6 +45,7 @@ class Assembler:
         return self._message is not None
 
     def feed(self, data: Buffer) -> tuple[AnyMessage, Buffer] | None:
+        """Add one byte string; return the message and payload it completes, if any."""
         if self._message is None:
             return self._header(data)
         expected = self._message.payload
@@ -62,9 +63,9 @@ class Assembler:
         if len(data) > HEADER_BYTES:
             raise ProtocolError(f"expected a header of at most {HEADER_BYTES} bytes, got {len(data)}")
         message = messages.decode(data)
-        most = min(self.most_payload, PAYLOAD_BYTES)
-        if not 0 <= message.payload <= most:
-            raise ProtocolError(f"expected a payload of at most {most} bytes, got {message.payload}; cut it smaller")
+        limit = min(self.max_payload_bytes, PAYLOAD_BYTES)
+        if not 0 <= message.payload <= limit:
+            raise ProtocolError(f"expected a payload of at most {limit} bytes, got {message.payload}; cut it smaller")
         if message.payload == 0:
             return message, b""
         self._message = message

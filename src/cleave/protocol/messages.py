@@ -1,24 +1,24 @@
 """Every message between server and device, as tagged structs; nothing else is ever decoded from the wire.
 
-Headers are MessagePack maps with a `type`; numbers of matrices are never in them but in the raw payload that follows
-(`wire/frame.py`). `payload` is that payload's length in bytes. A task names a program (`wire/programs.py`) and operands
-by identity. docs/protocol.md explains all.
+Headers are MessagePack maps with a `type`. Matrices are never in them but in the raw payload that follows
+(`protocol/frames.py`); `payload` is its length in bytes. A task names a program (`protocol/programs.py`) and its
+operands by number. docs/protocol.md is the specification.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-from cleave.core.cost.gemm import WireFormat
+from cleave.core.cost.wire import WireFormat
 from cleave.errors import ProtocolError
 from cleave.protocol.programs import Program
 
 VERSION = 3
 
-_QUOTED = 160
+_QUOTED_CHARACTERS = 160
 
 CHECKED_COLUMNS = 128
-"""Rectangles of a result begin and end at multiples of this, or at the block's last column: they are checked so."""
+"""Rectangles of a result begin and end at multiples of this or at the block's last column, as verification requires."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower, forbid_unknown_fields=False):
@@ -29,26 +29,26 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=s
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """The first message of a device."""
+    """Introduce a device; its first message."""
 
     version: int
     name: str
     token: str = ""
     flops_per_s: float
     memory_bytes: int
-    """What operands and results together may take on the device."""
+    """Limit for operands and results together."""
     kernel: str
-    """`numpy`, `torch-cpu`, `torch-cuda`, ...: for people, not for decisions."""
+    """`numpy`, `torch-cpu`, `torch-cuda`, ...: for display only."""
 
 
 class Probed(Message, frozen=True, kw_only=True):
-    """The answer to `Probe`: how long its payload took to arrive, and as payload what was asked for."""
+    """Answer a `Probe`: how long its payload took to arrive, with a payload of the requested size."""
 
     down_s: float
 
 
 class Result(Message, frozen=True, kw_only=True):
-    """A rectangle of a task's output, in the block's own coordinates; rectangles of a task never overlap."""
+    """A rectangle of a task's output, in coordinates of the block. Rectangles of a task never overlap."""
 
     task: int
     first_row: int
@@ -58,20 +58,22 @@ class Result(Message, frozen=True, kw_only=True):
     format: WireFormat
     flops: float
     compute_s: float
-    """What this rectangle took to compute: together with `flops`, the device's speed."""
+    """Seconds spent computing this rectangle; with `flops`, the device's speed."""
     down_bytes: int
     down_s: float
-    """What arrived since the last result, and how long the link was busy with it."""
+    """Seconds the link was busy with the `down_bytes` received since the last result."""
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """The device could not do a task; it stays, the task goes elsewhere."""
+    """Report a task the device could not run. The device stays; the task is reassigned."""
 
     task: int
     reason: str
 
 
 class Leaving(Message, frozen=True, kw_only=True):
+    """Announce a disconnect."""
+
     reason: str
 
 
@@ -79,26 +81,26 @@ class Leaving(Message, frozen=True, kw_only=True):
 
 
 class Welcome(Message, frozen=True, kw_only=True):
-    """The answer to `Hello`: the device's name, made unique."""
+    """Admit a device and give it a unique name."""
 
     version: int
     name: str
 
 
 class Refused(Message, frozen=True, kw_only=True):
-    """The answer to a `Hello` that is not welcome; the connection closes."""
+    """Reject a device; the connection closes."""
 
     reason: str
 
 
 class Probe(Message, frozen=True, kw_only=True):
-    """Measures the link: the payload goes down, `answer` bytes shall come up."""
+    """Measure the link: the payload goes down, and `answer` bytes are to come back."""
 
     answer: int
 
 
 class Store(Message, frozen=True, kw_only=True):
-    """Rows of an operand. The first strip makes room for all of it; strips come in order, without gaps."""
+    """Rows of an operand. The first strip allocates all of it; strips come in order, without gaps."""
 
     operand: int
     rows: int
@@ -109,7 +111,7 @@ class Store(Message, frozen=True, kw_only=True):
 
 
 class Run(Message, frozen=True, kw_only=True):
-    """A task: its operands are there, or follow. Lower `priority` first; results in `format`."""
+    """Run a task whose operands were sent or will follow. Lower `priority` goes first; results come in `format`."""
 
     task: int
     priority: int
@@ -118,25 +120,25 @@ class Run(Message, frozen=True, kw_only=True):
 
 
 class Drop(Message, frozen=True, kw_only=True):
-    """Forget operands."""
+    """Free operands."""
 
     operands: tuple[int, ...]
 
 
 class Cancel(Message, frozen=True, kw_only=True):
-    """Forget tasks: others were faster. A result already on its way is refused, and nobody is blamed."""
+    """Abandon tasks that other devices finished first. Results already in flight are discarded without blame."""
 
     tasks: tuple[int, ...]
 
 
 class Idle(Message, frozen=True, kw_only=True):
-    """There is no work for the device now, and why; it may stay in reserve."""
+    """Tell a device that it has no work now, and why; it may stay in reserve."""
 
     reason: str
 
 
 class Bye(Message, frozen=True, kw_only=True):
-    """The server ends the connection; with `rejoin` the device should try again later."""
+    """End the connection; with `rejoin` the device should reconnect later."""
 
     reason: str
     rejoin: bool
@@ -158,9 +160,9 @@ def decode(header: bytes | bytearray | memoryview) -> AnyMessage:
     try:
         return _decoder.decode(header)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
-        raise ProtocolError(f"expected a message of protocol version {VERSION}, but {_plain(fault)}") from None
+        raise ProtocolError(f"expected a message of protocol version {VERSION}, but {_printable(fault)}") from None
 
 
-def _plain(fault: Exception) -> str:
-    """In one short line: what a decoder complains of may quote a stranger."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(fault)[:_QUOTED])
+def _printable(fault: Exception) -> str:
+    """Make a decoder's complaint one short printable line, as it may quote untrusted bytes."""
+    return "".join(character if character.isprintable() else "?" for character in str(fault)[:_QUOTED_CHARACTERS])

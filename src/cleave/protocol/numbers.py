@@ -1,8 +1,8 @@
 """Matrices as bytes and back: fp32, bf16, fp16 and int8, little endian, row by row.
 
-int8 has one scale a row (its largest magnitude / 127): the fp32 scales of all rows come first, then the numbers.
-Encoding rounds to nearest, ties to even. Whoever has a faster way (torch) passes a `Codec` of its own with the same
-results.
+int8 has one scale per row, its largest magnitude / 127: the fp32 scales of all rows come first, then the numbers.
+Encoding rounds to nearest, ties to even. Callers with a faster implementation (torch) pass their own `Codec`, with
+identical results.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.core.cost.gemm import WIRE_BYTES, WireFormat
+from cleave.core.cost.wire import WireFormat, encoded_bytes
+from cleave.core.model.batch import Matrix
 from cleave.errors import ProtocolError
 from cleave.protocol.frames import Buffer
 
-Matrix = NDArray[np.float32]
 Encoded = NDArray[np.uint8]
 """Contiguous bytes."""
 
-_BLOCK = 1 << 16  # elements: what stays in cache while bf16 is made
+_BLOCK = 1 << 16  # elements converted at a time, to stay in cache
 
 
 class Codec(Protocol):
@@ -29,13 +29,9 @@ class Codec(Protocol):
     def decode_into(self, data: Buffer, format: WireFormat, out: Matrix, add: bool = False) -> None: ...
 
 
-def encoded_bytes(format: WireFormat, rows: int, cols: int) -> int:
-    return rows * cols * WIRE_BYTES[format] + (4 * rows if format == "int8" else 0)
-
-
 class NumpyCodec:
     def encode(self, matrix: Matrix, format: WireFormat) -> Encoded:
-        """A contiguous fp32 matrix is not copied for an fp32 wire."""
+        """Encode a matrix; a contiguous fp32 matrix is not copied for fp32."""
         match format:
             case "fp32":
                 return np.ascontiguousarray(matrix, dtype="<f4").reshape(-1).view(np.uint8)
@@ -48,7 +44,7 @@ class NumpyCodec:
                 return _to_int8(matrix)
 
     def decode_into(self, data: Buffer, format: WireFormat, out: Matrix, add: bool = False) -> None:
-        """Write the matrix, or add it, into `out`, whose rows may lie apart."""
+        """Decode into `out`, or add to it; its rows need not be contiguous."""
         rows, cols = out.shape
         if len(data) != encoded_bytes(format, rows, cols):
             raise ProtocolError(

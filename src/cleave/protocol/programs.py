@@ -16,10 +16,10 @@ from typing import Literal
 
 import msgspec
 
+from cleave.core.model.decoder import Head, Part, weights_of
+
 Layout = Literal["nt", "nn", "tn"]
 """How the stored operands enter the product: nt A B^T, nn A B, tn A^T B. No side ever transposes a copy."""
-
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
 
 class Gemm(msgspec.Struct, frozen=True, kw_only=True, tag_field="program", tag="gemm"):
@@ -30,68 +30,6 @@ class Gemm(msgspec.Struct, frozen=True, kw_only=True, tag_field="program", tag="
     """(operand a, operand b)"""
     rows: int
     cols: int
-
-
-# ------------------------------------------------------------------------------------------------ parts of a model
-
-
-class Weight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A linear map: y = x W^T + bias + scale (x A^T) B^T."""
-
-    weight: int
-    """out x in; in x out if transposed (GPT-2)"""
-    is_transposed: bool = False
-    bias: int | None = None
-    """1 x out"""
-    adapter: tuple[int, int] | None = None
-    """LoRA: A rank x in, B out x rank"""
-    scale: float = 0.0
-
-
-class Norm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """RMSNorm, or LayerNorm; weight and bias are 1 x hidden."""
-
-    kind: Literal["rms", "layer"]
-    eps: float
-    weight: int
-    bias: int | None = None
-
-
-class Attention(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="part", tag="attention"):
-    """Causal; as many heads as q's output has head_dims, and those of k and v shared by equal groups of them."""
-
-    norm: Norm
-    q: Weight
-    k: Weight
-    v: Weight
-    o: Weight
-    head_dim: int
-    scale: float
-    """Of the scores: usually 1 / sqrt(head_dim)."""
-    is_rotary: bool = False
-    window: int | None = None
-    """Position i sees those after i - window."""
-
-
-class Mlp(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="part", tag="mlp"):
-    """down(act(gate(x)) * up(x)), or down(act(up(x))) without a gate."""
-
-    norm: Norm
-    up: Weight
-    down: Weight
-    activation: Activation
-    gate: Weight | None = None
-
-
-class Head(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="part", tag="head"):
-    """Norm, vocabulary, loss. The weight may be a slice of the vocabulary that begins at `first`."""
-
-    weight: Weight
-    norm: Norm | None = None
-    first: int = 0
-
-
-Part = Attention | Mlp
 
 
 # ------------------------------------------------------------------------------------------------ units
@@ -180,14 +118,6 @@ def parameters(program: Forward | Backward) -> Iterator[int]:
     for part in (*program.parts, *(() if program.head is None else (program.head,))):
         if part.norm is not None:
             yield from (number for number in (part.norm.weight, part.norm.bias) if number is not None)
-        match part:
-            case Attention():
-                weights = part.q, part.k, part.v, part.o
-            case Mlp():
-                weights = part.gate, part.up, part.down
-            case Head():
-                weights = (part.weight,)
-        for weight in weights:
-            if weight is not None:
-                numbers = (weight.weight, weight.bias, *(weight.adapter or ()))
-                yield from (number for number in numbers if number is not None)
+        for weight in weights_of(part):
+            numbers = (weight.weight, weight.bias, *(weight.adapter or ()))
+            yield from (number for number in numbers if number is not None)

@@ -1,1 +1,1 @@
-"""What a person or a script sees of the core's results: tables, JSON, pictures."""
+"""Presentation of results to people and scripts: tables, JSON, plots, live views."""

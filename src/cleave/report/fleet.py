@@ -1,4 +1,4 @@
-"""`cleave fleet show`: a fleet in a table, or as JSON."""
+"""`cleave fleet show`: summarize a fleet as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def show(summary: FleetSummary, source: str, *, as_json: bool) -> None:
         table.add_column(heading, justify="left" if not heading else "right")
     for column in summary.columns:
         label, unit = _LABELS[column.column]
-        total = "" if column.total is None else _shown(column.total, unit)
+        total = "" if column.total is None else _format(column.total, unit)
         known = "" if column.known == summary.devices else f" ({column.known:,} known)"
-        table.add_row(label + known, *(_shown(v, unit) for v in (column.p10, column.p50, column.p90)), total)
+        table.add_row(label + known, *(_format(v, unit) for v in (column.p10, column.p50, column.p90)), total)
     console.print(table)
 
 
-def _shown(value: float, unit: str) -> str:
+def _format(value: float, unit: str) -> str:
     if unit == "s":
         return seconds(value)
     if unit.startswith("kg"):

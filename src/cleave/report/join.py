@@ -1,4 +1,4 @@
-"""What a volunteer sees: what this machine offers, whether it is joined, and what it has contributed."""
+"""The volunteer's view of `cleave join`: the machine's offer, its connection, its contribution so far."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ _REFRESH_S = 1.0
 
 
 class Contributed(Protocol):
+    """Totals of a device; `device.worker.Contribution` implements it."""
+
     tasks: int
     flops: float
     compute_s: float
@@ -26,28 +28,28 @@ class Contributed(Protocol):
 def shown(
     contribution: Contributed, flops_per_s: float, memory_bytes: int, kernel: str, *, quiet: bool
 ) -> Generator[Callable[[str], None]]:
-    """Gives a way to say a sentence; on a terminal a line below it counts what was done."""
+    """Yield a function that prints a line; on a terminal, keep a live status of the contribution below it."""
     console = Console(stderr=True, quiet=quiet, highlight=False)
     console.print(f"this machine: {si(flops_per_s, 'FLOP/s')} ({kernel}), {si(memory_bytes, 'B')} for operands")
     stop = threading.Event()
     with console.status("joining ...") as status:
 
-        def count() -> None:
+        def refresh() -> None:
             while not stop.wait(_REFRESH_S):
-                status.update(f"computing: {_done(contribution)}")
+                status.update(f"computing: {_totals(contribution)}")
 
-        counter = threading.Thread(target=count, daemon=True)
+        refresher = threading.Thread(target=refresh, daemon=True)
         if console.is_terminal and not quiet:
-            counter.start()
+            refresher.start()
         try:
             yield lambda text: console.print(text)
         finally:
             stop.set()
-    console.print(f"contributed {_done(contribution)}")
+    console.print(f"contributed {_totals(contribution)}")
 
 
-def _done(done: Contributed) -> str:
+def _totals(contribution: Contributed) -> str:
     return (
-        f"{done.tasks} tasks, {si(done.flops, 'FLOP')} in {done.compute_s:.1f} s, "
-        f"{si(done.down_bytes, 'B')} down, {si(done.up_bytes, 'B')} up"
+        f"{contribution.tasks} tasks, {si(contribution.flops, 'FLOP')} in {contribution.compute_s:.1f} s, "
+        f"{si(contribution.down_bytes, 'B')} down, {si(contribution.up_bytes, 'B')} up"
     )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TypedDict
 
-from cleave.core.cost.resident import sublayers_of
+from cleave.core.model.sublayers import sublayers_of
 from cleave.core.plan.gemm.product import GemmPlan
-from cleave.core.plan.resident.large_fleet import ResidentPlan
-from cleave.core.plan.resident.plane import Rectangle, rectangles
+from cleave.core.plan.resident.large_fleet import ModelPlan
+from cleave.core.plan.resident.plane import Tile, tiles
 from cleave.core.plan.step import PlannedGemm, StepChoice, StepPlan
 
 
@@ -136,7 +136,7 @@ def _choice(choice: StepChoice) -> ChoiceJson:
             for r in choice.rivals
         ],
     }
-    if not isinstance(plan, ResidentPlan):
+    if not isinstance(plan, ModelPlan):
         return chosen
     columns: ColumnsJson = {
         **chosen,
@@ -145,7 +145,7 @@ def _choice(choice: StepChoice) -> ChoiceJson:
         "fill_s": plan.fill_s,
         "limit": plan.limit,
         "rounds": len(plan.rounds),
-        "chunk": max(part.recipe.chunk for part in plan.rounds),
+        "chunk": max(plan.chunks),
         "down_bytes": plan.down_bytes,
         "up_bytes": plan.up_bytes,
         "left_out": [{"device": device, "reason": reason} for device, reason in plan.left_out.items()],
@@ -153,19 +153,19 @@ def _choice(choice: StepChoice) -> ChoiceJson:
     return columns
 
 
-def _stages(plan: ResidentPlan) -> list[StageJson]:
+def _stages(plan: ModelPlan) -> list[StageJson]:
     sublayers = sublayers_of(plan.shape)
-    units: list[list[Rectangle]] = [[] for _ in plan.stages]
-    for rectangle in rectangles(plan):
-        units[rectangle.stage].append(rectangle)
+    units: list[list[Tile]] = [[] for _ in plan.stages]
+    for tile in tiles(plan):
+        units[tile.stage].append(tile)
     return [
         {
             "segment": "+".join(dict.fromkeys(sublayer.kind for sublayer in held)),
             "first": stage.first,
             "count": stage.count,
-            "slices": len(stage.slices),
+            "slices": len(stage.columns),
             "params": sum(sublayer.params for sublayer in held),
-            "units": [{"device": plan.names[u.device], "slice": u.part, "tokens": list(u.tokens)} for u in of_stage],
+            "units": [{"device": u.device, "slice": u.part, "tokens": list(u.tokens)} for u in of_stage],
         }
         for stage, of_stage in zip(plan.stages, units, strict=True)
         for held in [sublayers[stage.first : stage.first + stage.count]]

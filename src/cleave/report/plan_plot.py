@@ -1,8 +1,8 @@
-"""`cleave plan --plot`: the tiling of the output and the devices' timelines, drawn.
+"""`cleave plan --plot`: draw the tiling of the output and the devices' timelines.
 
-A 3D plan is shown where the plane through the middle of the inner dimension cuts it: there, too, blocks cover the
-output exactly once. In a timeline the download starts at once, while compute and upload are drawn as the seconds of
-work they amount to, ending when the block is back; in truth they trickle along behind the download.
+A 3D plan is shown as the cross-section through the middle of its inner dimension, where blocks also cover the output
+exactly once. In a timeline the download starts at zero; compute and upload are drawn as solid bars that end when the
+block is returned, although in fact they are spread out behind the download.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from cleave.core.cost.gemm import Server, unit_costs
+from cleave.core.cost.gemm import unit_costs
+from cleave.core.cost.rates import Server
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.plan.gemm.product import GemmPlan
 from cleave.core.plan.step import ROLES, PlannedGemm, StepChoice, StepPlan
@@ -51,7 +52,7 @@ def draw(plan: GemmPlan | StepPlan | StepChoice, profiles: Profiles, server: Ser
 
 
 def _draw_step(figure: Figure, plan: StepPlan, profiles: Profiles, server: Server) -> None:
-    """Above, the heaviest gemm of each role; below, where the step's time goes and the timelines of the heaviest."""
+    """Draw the most expensive gemm of each role above; the step's breakdown and one gemm's timelines below."""
     heaviest = [
         max((s for s in plan.segments if s.what.role == role), key=lambda segment: segment.step_s) for role in ROLES
     ]
@@ -106,9 +107,11 @@ def _draw_timeline(axes: Axes, plan: GemmPlan, profiles: Profiles, server: Serve
     }
     places = np.arange(len(chosen), dtype=np.float64)
     axes.barh(places, unit.latency_s[chosen], height=0.9, color=_PART_COLOURS["latency"], label="latency")
-    for offset, (part, lasts) in zip((-0.3, 0.0, 0.3), work.items(), strict=True):
-        start = unit.latency_s if part == "down" else plan.finish_s - lasts
-        axes.barh(places + offset, lasts[chosen], left=start[chosen], height=0.3, color=_PART_COLOURS[part], label=part)
+    for offset, (part, part_s) in zip((-0.3, 0.0, 0.3), work.items(), strict=True):
+        start = unit.latency_s if part == "down" else plan.finish_s - part_s
+        axes.barh(
+            places + offset, part_s[chosen], left=start[chosen], height=0.3, color=_PART_COLOURS[part], label=part
+        )
     axes.axvline(plan.makespan_s / plan.rounds, color="black", linewidth=1, label="finish")
     axes.axvline(plan.bound_s / plan.rounds, color="black", linewidth=1, linestyle=":", label="lower bound")
     names: list[str] = [plan.names[device] for device in tiling.device[chosen]]
@@ -116,8 +119,8 @@ def _draw_timeline(axes: Axes, plan: GemmPlan, profiles: Profiles, server: Serve
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     gemm = plan.gemm
-    some = f"{len(chosen)} of {len(order):,} blocks" if len(chosen) < len(order) else f"{len(order)} blocks"
-    axes.set_title(f"timelines of {some}, gemm {gemm.m} x {gemm.n} x {gemm.k}", fontsize=10)
+    count = f"{len(chosen)} of {len(order):,} blocks" if len(chosen) < len(order) else f"{len(order)} blocks"
+    axes.set_title(f"timelines of {count}, gemm {gemm.m} x {gemm.n} x {gemm.k}", fontsize=10)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=6, fontsize=8, frameon=False)
 
 
@@ -125,9 +128,11 @@ def _draw_shares(axes: Axes, segments: tuple[PlannedGemm, ...]) -> None:
     names = list(dict.fromkeys(segment.what.segment for segment in segments))
     left = np.zeros(len(names))
     for role in ROLES:
-        taken = np.array([sum(s.step_s for s in segments if (s.what.segment, s.what.role) == (n, role)) for n in names])
-        axes.barh(names, taken, left=left, color=_ROLE_COLOURS[role], label=role)
-        left += taken
+        role_s = np.array(
+            [sum(s.step_s for s in segments if (s.what.segment, s.what.role) == (n, role)) for n in names]
+        )
+        axes.barh(names, role_s, left=left, color=_ROLE_COLOURS[role], label=role)
+        left += role_s
     axes.invert_yaxis()
     axes.set_xlabel("seconds of a step")
     axes.set_title("where the step's time goes", fontsize=10)

@@ -1,4 +1,4 @@
-"""`cleave plan` as a person reads it: what takes how long, how near the bound, what limits, who is left out and why."""
+"""`cleave plan` as text: times, distance from the lower bound, bottlenecks, and which devices are left out and why."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 from rich.console import Console
 
-from cleave.core.cost.gemm import Server
+from cleave.core.cost.rates import Server
 from cleave.core.fleet.profiles import Floats, Profiles
 from cleave.core.model.gemms import step_flops
 from cleave.core.plan.gemm.product import GemmPlan
@@ -39,17 +39,17 @@ def _show_step(plan: StepPlan, profiles: Profiles, server: Server, gpu: CloudGpu
     )
     rows = table("segment", "role", "m x n x k", "cut", "used", "runs", "step", "/bound", "limit")
     for segment in plan.segments:
-        what, found = segment.what, segment.plan
+        what, gemm_plan = segment.what, segment.plan
         rows.add_row(
             what.segment,
             what.role,
             f"{what.gemm.m}x{what.gemm.n}x{what.gemm.k}",
-            found.split + (f" in {found.rounds}" if found.rounds > 1 else ""),
-            str(_used(found)),
-            f"{what.count} x {seconds(found.makespan_s)}",
+            gemm_plan.split + (f" in {gemm_plan.rounds}" if gemm_plan.rounds > 1 else ""),
+            str(_used(gemm_plan)),
+            f"{what.count} x {seconds(gemm_plan.makespan_s)}",
             seconds(segment.step_s),
-            f"{found.ratio:.3f}",
-            found.limit,
+            f"{gemm_plan.ratio:.3f}",
+            gemm_plan.limit,
         )
     console.print(rows)
     roles = ", ".join(f"{role} {seconds(plan.role_s(role))}" for role in ROLES)
@@ -86,7 +86,7 @@ def _show_gemm(plan: GemmPlan, profiles: Profiles, server: Server, gpu: CloudGpu
     )
     rows = table("device", "rows", "columns", "inner", "down", "up", "finish")
     tiling = plan.tiling
-    slowest = np.argsort(-plan.finish_s, kind="stable")[:_SHOWN]
+    slowest = np.argsort(-plan.finish_s, kind="stable")[:_MAX_BLOCKS]
     for block in slowest.tolist():
         rows.add_row(
             plan.names[int(tiling.device[block])],
@@ -96,8 +96,8 @@ def _show_gemm(plan: GemmPlan, profiles: Profiles, server: Server, gpu: CloudGpu
             seconds(float(plan.finish_s[block])),
         )
     console.print(rows)
-    if len(tiling) > _SHOWN:
-        console.print(f"... the {_SHOWN} latest of {len(tiling):,} blocks (--json lists all)")
+    if len(tiling) > _MAX_BLOCKS:
+        console.print(f"... the {_MAX_BLOCKS} latest of {len(tiling):,} blocks (--json lists all)")
     down, up = np.zeros(len(profiles) + 1), np.zeros(len(profiles) + 1)
     np.add.at(down, tiling.device, plan.down_bytes)
     np.add.at(up, tiling.device, plan.up_bytes)
@@ -106,8 +106,8 @@ def _show_gemm(plan: GemmPlan, profiles: Profiles, server: Server, gpu: CloudGpu
     print_gpu(console, gemm.flops, plan.makespan_s, gpu, None)
 
 
-_SHOWN = 12
-_REASONS = 3
+_MAX_BLOCKS = 12
+_MAX_REASONS = 3
 
 
 def _print_bytes(console: Console, down: Floats, up: Floats, taken_s: float) -> None:
@@ -125,15 +125,15 @@ def _print_bytes(console: Console, down: Floats, up: Floats, taken_s: float) -> 
 
 def _print_left_out(console: Console, plans: Iterable[GemmPlan], devices: int) -> None:
     plans = list(plans)
-    always = _common([set(plan.left_out) for plan in plans])
-    sometimes = {device for plan in plans for device in plan.left_out} - always
-    if not always and not sometimes:
+    of_all = _intersection([set(plan.left_out) for plan in plans])
+    of_some = {device for plan in plans for device in plan.left_out} - of_all
+    if not of_all and not of_some:
         console.print("every device takes part")
         return
     console.print(
-        f"left out of everything: {len(always):,} of {devices_text(devices)}; of some gemms: {len(sometimes):,}"
+        f"left out of everything: {len(of_all):,} of {devices_text(devices)}; of some gemms: {len(of_some):,}"
         if len(plans) > 1
-        else f"left out: {len(always):,} of {devices_text(devices)}"
+        else f"left out: {len(of_all):,} of {devices_text(devices)}"
     )
     kinds: Counter[str] = Counter()
     examples: dict[str, str] = {}
@@ -142,12 +142,12 @@ def _print_left_out(console: Console, plans: Iterable[GemmPlan], devices: int) -
             kind = reason.split(":")[0]
             kinds[kind] += 1
             examples.setdefault(kind, f"{reason} ({device})")
-    for kind, count in kinds.most_common(_REASONS):
+    for kind, count in kinds.most_common(_MAX_REASONS):
         console.print(f"  {count:,} x {examples[kind]}")
 
 
-def _common(sets: list[set[str]]) -> set[str]:
-    return {name for name in sets[0] if all(name in others for others in sets)}
+def _intersection(sets: list[set[str]]) -> set[str]:
+    return {name for name in sets[0] if all(name in names for names in sets)}
 
 
 def _used(plan: GemmPlan) -> int:

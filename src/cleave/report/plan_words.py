@@ -1,4 +1,4 @@
-"""What every report of a plan says in the same words: the fleet, the server, tables, and the GPU beside it."""
+"""Wording shared by all plan reports: fleet, server, tables, and the comparison with a cloud GPU."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from cleave.core.cost.gemm import Server
+from cleave.core.cost.rates import Server
 from cleave.core.plan.resident.stages import ColumnLimit
 from cleave.report.quantities import seconds, si
 
 _MFU = 0.45
 _GPU = "A100 SXM4"
 _GPU_MEMORY_BYTES = 80e9
-_TRAINING_BYTES_PER_PARAM = 16  # weights and gradients in 16 bits, master weights and two Adam moments in 32
+_TRAINING_BYTES_PER_PARAM = 16  # 16-bit weights and gradients, 32-bit master weights and two Adam moments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`cleave plan --model` as a person reads it: the plane of tokens x parameters, and the time beside every other way."""
+"""`cleave plan --model` as text: the plane of tokens x parameters, and the step time against every alternative."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections import Counter
 import numpy as np
 from rich.console import Console
 
-from cleave.core.cost.gemm import Server
-from cleave.core.cost.resident import sublayers_of
+from cleave.core.cost.rates import Server
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.gemms import step_flops
-from cleave.core.plan.resident.large_fleet import ResidentPlan
-from cleave.core.plan.resident.plane import rectangles, worth_of_one_more
+from cleave.core.model.sublayers import sublayers_of
+from cleave.core.plan.resident.large_fleet import ModelPlan
+from cleave.core.plan.resident.plane import tiles, worth_of_one_more
 from cleave.core.plan.step import COLUMNS, StepChoice, StepPlan
 from cleave.report.plan_words import CloudGpu, devices_text, limit_text, print_gpu, server_text, table
 from cleave.report.quantities import seconds, si
@@ -29,28 +29,28 @@ def show_choice(choice: StepChoice, profiles: Profiles, server: Server, gpu: Clo
         f"[bold]{shape.name}[/] ({si(shape.params, 'parameters')}), {choice.tokens:,} tokens a step in sequences of "
         f"{choice.sequence:,}, wire {choice.wire}, {devices_text(len(profiles))}, {server_text(server)}"
     )
-    if isinstance(choice.plan, ResidentPlan):
+    if isinstance(choice.plan, ModelPlan):
         _show_plane(console, choice.plan, profiles)
     console.print(
         f"[bold]step {seconds(choice.step_s)}[/], grain {choice.grain}: {choice.arrangement}; "
         f"{choice.step_s / choice.bound_s:.3f} of the lower bound"
     )
-    if isinstance(choice.plan, ResidentPlan):
+    if isinstance(choice.plan, ModelPlan):
         _show_columns(console, choice.plan, profiles)
     _show_rivals(console, choice)
-    if isinstance(choice.plan, StepPlan):  # which has a report of its own
+    if isinstance(choice.plan, StepPlan):  # reported by plan_text
         return
     print_gpu(console, step_flops(shape, choice.tokens, choice.sequence), choice.step_s, gpu, shape.params)
 
 
-def _show_plane(console: Console, plan: ResidentPlan, profiles: Profiles) -> None:
+def _show_plane(console: Console, plan: ModelPlan, profiles: Profiles) -> None:
     """Tokens down, parameters across; a letter for each class of devices, upper and lower case in turn."""
-    units = rectangles(plan)
+    units = tiles(plan)
     params = sum(sublayer.params for sublayer in sublayers_of(plan.shape))
     width = min(_WIDTH, max(console.width - 2, 20))
     sides = np.array([unit.params for unit in units]) * (width / params)
     heights = np.array([unit.tokens for unit in units]) * (_HEIGHT / plan.tokens)
-    letters = _letters(profiles)
+    letters, classes = _letters(profiles), dict(zip(profiles.names, profiles.device_class, strict=True))
     in_column: Counter[tuple[int, int]] = Counter()
     turns = np.zeros(len(units), dtype=np.int64)
     for number, unit in enumerate(units):
@@ -65,7 +65,7 @@ def _show_plane(console: Console, plan: ResidentPlan, profiles: Profiles) -> Non
             if len(hits) == 0:
                 line += " "
                 continue
-            letter, colour = letters[profiles.device_class[units[hits[0]].device]]
+            letter, colour = letters[classes[units[hits[0]].device]]
             line += f"[{colour}]{letter.upper() if turns[hits[0]] % 2 else letter}[/]"
         console.print(line, soft_wrap=True)
     legend = ", ".join(f"[{colour}]{letter}[/] {kind or 'device'}" for kind, (letter, colour) in letters.items())
@@ -82,9 +82,9 @@ def _letters(profiles: Profiles) -> dict[str, tuple[str, str]]:
     return found
 
 
-def _show_columns(console: Console, plan: ResidentPlan, profiles: Profiles) -> None:
-    columns = sum(len(stage.slices) for stage in plan.stages)
-    chunks = "/".join(str(chunk) for chunk in dict.fromkeys(part.recipe.chunk for part in plan.rounds))
+def _show_columns(console: Console, plan: ModelPlan, profiles: Profiles) -> None:
+    columns = sum(len(stage.columns) for stage in plan.stages)
+    chunks = "/".join(str(chunk) for chunk in dict.fromkeys(plan.chunks))
     used = len(profiles) - len(plan.left_out)
     console.print(
         f"{len(plan.stages)} stages, {columns} columns on {devices_text(used)}, chunks of {chunks} tokens"

@@ -1,6 +1,7 @@
-"""What a person sees while a model trains: a live screen on a terminal, plain lines elsewhere, a report at the end.
+"""The view of a training run: a live screen on a terminal, plain lines elsewhere.
 
-Made from events alone, and from a table of devices that whoever owns the fleet gives when asked.
+Built from events alone, plus a snapshot of the devices that the owner of the fleet supplies on request. The final
+report is in `train_summary.py`.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from cleave import events
 from cleave.report.quantities import seconds, si
 
 _BARS = "▁▂▃▄▅▆▇█"
-_RECENT = 20  # steps that rates are taken over
-_CURVE = 60  # characters of the loss curve
-_NOTES = 5
-_LINE_S = 5.0  # without a terminal, at most one line in so many seconds
+_RECENT_STEPS = 20  # steps to average rates over
+_CURVE_WIDTH = 60  # characters of the loss curve
+_MAX_NOTES = 5
+_LINE_S = 5.0  # without a terminal, at most one line in this time
 
 
-class Device(Protocol):
-    """A device as the view shows it; `server.roster.Member` is one."""
+class DeviceRow(Protocol):
+    """A device as the view shows it; the server's `Member` implements it."""
 
     name: str
     kernel: str
@@ -46,15 +47,15 @@ class Device(Protocol):
 
 
 class TrainView:
-    """A listener of events; used as a context, so that the terminal is left as it was found."""
+    """An event listener; a context manager, to restore the terminal on exit."""
 
-    def __init__(self, console: Console, devices: Callable[[], Sequence[Device]]) -> None:
+    def __init__(self, console: Console, devices: Callable[[], Sequence[DeviceRow]]) -> None:
         self._console, self._devices = console, devices
         self._started: events.RunStarted | None = None
         self._losses: list[float] = []
-        self._recent: deque[events.StepDone] = deque(maxlen=_RECENT)
+        self._recent: deque[events.StepDone] = deque(maxlen=_RECENT_STEPS)
         self._evaluated: events.Evaluated | None = None
-        self._notes: deque[str] = deque(maxlen=_NOTES)
+        self._notes: deque[str] = deque(maxlen=_MAX_NOTES)
         self._lock = threading.Lock()
         self._live = Live(console=console, refresh_per_second=4, get_renderable=self._screen, transient=True)
         self._last_line = 0.0
@@ -71,7 +72,7 @@ class TrainView:
 
     def __call__(self, event: events.AnyEvent) -> None:
         with self._lock:
-            note = self._take(event)
+            note = self._update(event)
         if note is None:
             return
         if self._console.is_terminal:
@@ -81,7 +82,8 @@ class TrainView:
 
     # -------------------------------------------------------------------------------------------- events
 
-    def _take(self, event: events.AnyEvent) -> str | None:
+    def _update(self, event: events.AnyEvent) -> str | None:
+        """Take in an event and return the line to show for it, if any."""
         match event:
             case events.RunStarted():
                 self._started = event
@@ -172,7 +174,7 @@ class TrainView:
             evaluated = f", evaluation {self._evaluated.loss:.3f}" if self._evaluated else ""
             share = self._waiting_share()
             table.add_row("step", f"{step.step} of {started.steps}, {seconds(self._left_s())} left")
-            table.add_row("loss", f"{step.loss:.4f}{evaluated}  {curve(self._losses, _CURVE)}")
+            table.add_row("loss", f"{step.loss:.4f}{evaluated}  {curve(self._losses, _CURVE_WIDTH)}")
             table.add_row("speed", f"{self._tokens_per_s():,.0f} tokens/s, {seconds(self._mean('seconds'))} a step")
             table.add_row(
                 "links", f"{si(self._mean('down_bytes'), 'B')} down, {si(self._mean('up_bytes'), 'B')} up a step"
@@ -184,8 +186,8 @@ class TrainView:
         return device_table(self._devices())
 
 
-def device_table(devices: Sequence[Device]) -> Table:
-    """What each device can do and has done."""
+def device_table(devices: Sequence[DeviceRow]) -> Table:
+    """Tabulate the speed and the contribution of each device."""
     table = Table(box=None, padding=(0, 1))
     table.add_column("device", no_wrap=True)
     for heading in ("speed", "down", "up", "tasks", "work", "received", "returned"):
@@ -206,18 +208,19 @@ def device_table(devices: Sequence[Device]) -> Table:
 
 
 def curve(values: Sequence[float], width: int) -> str:
-    """Values as a row of bars, the mean of equal parts of them where there are more than fit."""
+    """Draw values as a row of bars, averaging neighbors if there are more than `width`."""
     if not values:
         return ""
     count = min(width, len(values))
     parts = [values[i * len(values) // count : (i + 1) * len(values) // count] for i in range(count)]
     means = [sum(part) / len(part) for part in parts]
     low, high = min(means), max(means)
-    if not high > low:  # equal, or not a number
+    if not high > low:  # all equal, or NaN
         return _BARS[0] * count
     return "".join(_BARS[int((mean - low) / (high - low) * (len(_BARS) - 1))] for mean in means)
 
 
 def bar(share: float, width: int) -> str:
+    """Draw a share between 0 and 1 as a horizontal bar."""
     filled = round(min(max(share, 0.0), 1.0) * width)
     return "█" * filled + "░" * (width - filled)

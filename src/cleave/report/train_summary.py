@@ -1,4 +1,4 @@
-"""What is said when a run ends: the loss, a sample of text, what each device did, and how to go on."""
+"""The report at the end of a run: loss, a text sample, each device's contribution, and how to continue."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from rich.panel import Panel
 from rich.text import Text
 
 from cleave.report.quantities import seconds
-from cleave.report.train_screen import Device, curve, device_table
+from cleave.report.train_screen import DeviceRow, curve, device_table
 
 
-class Summary(Protocol):
-    """`train.loop.Summary` is one."""
+class RunSummary(Protocol):
+    """The outcome of a run; `train.loop.Summary` implements it."""
 
     @property
     def step(self) -> int: ...
@@ -44,6 +44,8 @@ class Summary(Protocol):
 
 
 class Joinable(Protocol):
+    """A fleet that other machines may join."""
+
     @property
     def join_command(self) -> str: ...
     @property
@@ -51,8 +53,8 @@ class Joinable(Protocol):
 
 
 def show(
-    summary: Summary,
-    devices: Sequence[Device],
+    summary: RunSummary,
+    devices: Sequence[DeviceRow],
     fleet: Joinable | None,
     directory: Path,
     console: Console,
@@ -92,7 +94,7 @@ def show(
             )
 
 
-def _as_json(summary: Summary, devices: Sequence[Device], directory: Path) -> dict[str, object]:
+def _as_json(summary: RunSummary, devices: Sequence[DeviceRow], directory: Path) -> dict[str, object]:
     return {
         "run": str(directory),
         "reason": summary.reason,

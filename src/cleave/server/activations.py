@@ -1,143 +1,154 @@
 """The numbers between stages: what enters each, what comes back, and the loss.
 
 A batch's rows lie sequence after sequence; a chunk is a run of rows of one sequence. Every stage's input and the
-gradient of its output are kept until the pass is over, so that whatever a device takes with it can be made again;
-beyond a budget they lie on disk. Slices of a stage are summed here in fp32, the residual included. Staged tensors of
-chunks come and go; the numbers stay.
+gradient of its output are kept until the pass is over, so that whatever a departed device computed can be recomputed;
+beyond a budget they lie on disk. Slices of a stage are summed here in fp32, the residual included. Results are put
+from several threads; the tensors of chunks are staged by the engine's.
 """
 
 from __future__ import annotations
 
 import tempfile
+import threading
 from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
-from cleave.core.cost.gemm import WireFormat
-from cleave.protocol.decoder import Batch
+from cleave.core.cost.wire import WireFormat
+from cleave.core.model.batch import Batch
 from cleave.protocol.numbers import Matrix
-from cleave.server.operands import Staging, Tensor
+from cleave.server.operands import Operands, Tensor
 
 BUDGET_BYTES = 4 << 30
 Side = Literal["x", "dy"]
+Batched = Batch[Tensor]
 
 
-class Boundaries:
-    """`slices` of each stage; with `has_head` the last one gives losses and takes none but the batch's scales."""
+class Activations:
+    """`slices` per stage; with `has_head` the last stage gives losses and takes only the batch's scales."""
 
     def __init__(
         self,
-        batch: Batch,
+        batch: Batched,
         slices: Sequence[int],
         *,
         chunk: int,
         has_head: bool,
-        staging: Staging,
+        operands: Operands,
         format: WireFormat,
         budget_bytes: int = BUDGET_BYTES,
     ) -> None:
         self._batch, self._slices, self._chunk, self._has_head = batch, tuple(slices), chunk, has_head
-        self._staging, self._left_bytes = staging, budget_bytes
+        self._operands, self._left_bytes = operands, budget_bytes
         self._format: WireFormat = format
         self.chunks = -(-batch.sequence // chunk)
-        tokens, hidden = batch.x.shape
-        last = len(slices)
+        self._last = len(slices) - 1
+        self._lock = threading.Lock()
         self._x: dict[int, Matrix] = {0: batch.x}
-        """Stage -> what enters it; after the last one without a head, what the stack gives."""
+        """Stage -> its input; after the last stage without a head, the decoder's output."""
         self._dy: dict[int, Matrix] = {}
-        """Stage -> gradient of what it gives; -1: of the batch's x."""
-        for stage in range(1, last if has_head else last + 1):
-            self._x[stage] = self._room(tokens, hidden)
+        """Stage -> gradient of its output; -1: of the batch's x."""
         if has_head:
-            self._seen = np.zeros((slices[-1], tokens, 2), dtype=np.float32)
-            """Of each slice of the vocabulary: logsumexp, and the target's logit where it has it."""
+            tokens = len(batch.x)
+            self._logsumexps = np.zeros((slices[-1], tokens, 2), dtype=np.float32)
+            """Per slice of the vocabulary: logsumexp, and the target's logit where the slice has it."""
             self.losses = np.zeros((tokens, 1), dtype=np.float32)
-            self._dy[last - 1] = np.zeros((tokens, 2), dtype=np.float32)
-        self._begun: set[tuple[Side, int, int, int]] = set()
+            self._dy[self._last] = np.zeros((tokens, 2), dtype=np.float32)
+        self._sums: dict[tuple[Side, int, int, int], int] = {}
+        """Slices that were added so far."""
         self._tensors: dict[tuple[str, int, int, int], Tensor] = {}
-        self._rotary = None if batch.rotary is None else staging.table(batch.rotary)
+        self._rotary = None if batch.rotary is None else operands.table(batch.rotary)
 
     # -------------------------------------------------------------------------------------------- rows
 
     def rows(self, sequence: int, chunk: int) -> tuple[int, int]:
-        """Of the batch."""
+        """The rows of a chunk in the batch."""
         first = sequence * self._batch.sequence
         return first + chunk * self._chunk, first + min((chunk + 1) * self._chunk, self._batch.sequence)
 
     @property
     def outputs(self) -> Matrix:
-        return self.losses if self._has_head else self._x[len(self._slices)]
+        return self.losses if self._has_head else self._target("x", self._last + 1)
 
     @property
     def dx(self) -> Matrix:
-        return self._dy[-1]
+        return self._target("dy", -1)
 
     def expect_gradients(self, dy: Matrix | None) -> None:
-        """Backward begins, from this gradient of what the stack gives if there is no head."""
-        tokens, hidden = self._batch.x.shape
-        last = len(self._slices) - 1
-        self._begun = {key for key in self._begun if key[0] == "x"}  # those of a backward that did not end
+        """Begin a backward pass, from this gradient of the output if there is no head."""
+        self._sums = {key: count for key, count in self._sums.items() if key[0] == "x"}  # no aborted backward's
         self._tensors = {key: tensor for key, tensor in self._tensors.items() if key[0] != "dy"}
         if dy is not None:
-            self._dy[last] = dy
-        for stage in range(-1 if self._batch.wants_dx else 0, last):
-            self._dy[stage] = self._room(tokens, hidden)
+            self._dy[self._last] = dy
 
-    # -------------------------------------------------------------------------------------------- results
+    # -------------------------------------------------------------------------------------------- results, any thread
 
-    def put_forward(self, stage: int, part: int, sequence: int, chunk: int, values: Matrix) -> None:
-        rows = slice(*self.rows(sequence, chunk))
-        if self._has_head and stage == len(self._slices) - 1:
-            self._seen[part, rows] = values
-        else:
+    def put_forward(self, stage: int, slice_: int, sequence: int, chunk: int, values: Matrix) -> None:
+        if not (self._has_head and stage == self._last):
             self._add("x", stage + 1, sequence, chunk, values, residual=self._x[stage], parts=self._slices[stage])
+            return
+        rows = slice(*self.rows(sequence, chunk))
+        self._logsumexps[slice_, rows] = values
+        with self._lock:
+            key = ("x", stage + 1, sequence, chunk)
+            self._sums[key] = self._sums.get(key, 0) + 1
+            is_complete = self._sums[key] == self._slices[stage]
+        if is_complete:
+            self._close_loss(rows)
 
     def put_backward(self, stage: int, sequence: int, chunk: int, values: Matrix) -> None:
-        if stage - 1 not in self._dy:
-            return  # nobody wants the batch's dx
-        parts = self._slices[stage]
-        is_head = self._has_head and stage == len(self._slices) - 1
+        if stage == 0 and not self._batch.wants_dx:
+            return
+        is_head = self._has_head and stage == self._last
         residual = None if is_head else self._dy[stage]
-        self._add("dy", stage - 1, sequence, chunk, values, residual=residual, parts=parts)
+        self._add("dy", stage - 1, sequence, chunk, values, residual=residual, parts=self._slices[stage])
 
-    def close_loss(self, sequence: int, chunk: int) -> None:
-        """Every slice of the vocabulary has been seen: loss = logsumexp - the target's logit."""
-        rows = slice(*self.rows(sequence, chunk))
+    def _close_loss(self, rows: slice) -> None:
+        """Compute loss = logsumexp - target logit, once every slice of the vocabulary is there."""
         assert self._batch.targets is not None
         assert self._batch.scales is not None
-        seen = self._seen[:, rows]
-        whole = np.logaddexp.reduce(seen[:, :, 0], axis=0)
-        loss = np.where(self._batch.targets[rows, 0] >= 0, whole - seen[:, :, 1].sum(axis=0), 0.0)
-        self.losses[rows, 0] = loss
-        dy = self._dy[len(self._slices) - 1]
+        parts = self._logsumexps[:, rows]
+        whole = np.logaddexp.reduce(parts[:, :, 0], axis=0)
+        self.losses[rows, 0] = np.where(self._batch.targets[rows, 0] >= 0, whole - parts[:, :, 1].sum(axis=0), 0.0)
+        dy = self._dy[self._last]
         dy[rows, 0], dy[rows, 1] = whole, self._batch.scales[rows, 0]
 
     def _add(
         self, side: Side, stage: int, sequence: int, chunk: int, values: Matrix, *, residual: Matrix | None, parts: int
     ) -> None:
         rows = slice(*self.rows(sequence, chunk))
-        target = (self._x if side == "x" else self._dy)[stage][rows]
-        key = (side, stage, sequence, chunk)
+        target = self._target(side, stage)[rows]
         if parts == 1:
             np.copyto(target, values)
-        elif key in self._begun:
-            np.add(target, values, out=target)
-        else:
-            self._begun.add(key)
-            if residual is None:
+            return
+        key = (side, stage, sequence, chunk)
+        with self._lock:  # slices of a chunk may come at the same time
+            if self._sums.get(key):
+                np.add(target, values, out=target)
+            elif residual is None:
                 np.copyto(target, values)
             else:
                 np.add(residual[rows], values, out=target)
+            self._sums[key] = self._sums.get(key, 0) + 1
+
+    def _target(self, side: Side, stage: int) -> Matrix:
+        """Where a stage's rows go; room is made when the first of them come."""
+        matrices = self._x if side == "x" else self._dy
+        with self._lock:
+            if stage not in matrices:
+                matrices[stage] = self._room(*self._batch.x.shape)
+            return matrices[stage]
 
     # -------------------------------------------------------------------------------------------- operands
 
     def x(self, stage: int, sequence: int, chunk: int) -> Tensor:
-        return self._tensor("x", stage, sequence, chunk, self._x[stage], self._format)
+        return self._tensor("x", stage, sequence, chunk, self._x.get(stage), self._format)
 
     def dy(self, stage: int, sequence: int, chunk: int) -> Tensor:
-        is_head = self._has_head and stage == len(self._slices) - 1
-        return self._tensor("dy", stage, sequence, chunk, self._dy[stage], "fp32" if is_head else self._format)
+        is_head = self._has_head and stage == self._last
+        format = "fp32" if is_head else self._format
+        return self._tensor("dy", stage, sequence, chunk, self._dy.get(stage), format)
 
     def targets(self, sequence: int, chunk: int) -> Tensor | None:
         targets = self._batch.targets
@@ -149,13 +160,11 @@ class Boundaries:
             return None
         key = ("mask", 0, sequence, 0)
         if key not in self._tensors:
-            found = self._staged(mask[sequence : sequence + 1], "fp32")
-            assert found is not None
-            self._tensors[key] = found
+            self._tensors[key] = self._staged(mask[sequence : sequence + 1], "fp32")
         return self._tensors[key]
 
     def rotary(self, sequence: int, chunk: int) -> tuple[Tensor, int] | None:
-        """The table of positions, and where a chunk's begin."""
+        """The table of positions, and the row where a chunk's begin."""
         if self._rotary is None:
             return None
         first = self.rows(sequence, chunk)[0]
@@ -163,24 +172,28 @@ class Boundaries:
         return self._rotary, first - sequence * self._batch.sequence if is_shared else first
 
     def release(self, stage: int, sequence: int) -> None:
-        """Devices need nothing more of a sequence in a stage."""
+        """Forget the staged tensors of a sequence that is through a stage."""
         for chunk in range(self.chunks):
             for side in ("x", "dy"):
                 self._tensors.pop((side, stage, sequence, chunk), None)
 
-    def _tensor(self, side: str, stage: int, sequence: int, chunk: int, matrix: Matrix, format: WireFormat) -> Tensor:
+    def _tensor(
+        self, side: str, stage: int, sequence: int, chunk: int, matrix: Matrix | None, format: WireFormat
+    ) -> Tensor:
+        """A chunk's identity; a pass without numbers has identities alone."""
         key = (side, stage, sequence, chunk)
         found = self._tensors.get(key)
         if found is None:
-            found = self._staged(matrix[slice(*self.rows(sequence, chunk))], format)
-            assert found is not None
+            first, last = self.rows(sequence, chunk)
+            if matrix is not None:
+                found = self._staged(matrix[first:last], format)
+            else:
+                found = self._operands.tensor(last - first, self._batch.x.shape[1], format)
             self._tensors[key] = found
         return found
 
-    def _staged(self, matrix: Matrix | None, format: WireFormat) -> Tensor | None:
-        if matrix is None:
-            return None
-        tensor = self._staging.tensor(matrix.shape[0], matrix.shape[1], format)
+    def _staged(self, matrix: Matrix, format: WireFormat) -> Tensor:
+        tensor = self._operands.tensor(matrix.shape[0], matrix.shape[1], format)
         tensor.bind(np.ascontiguousarray(matrix, dtype=np.float32))
         return tensor
 

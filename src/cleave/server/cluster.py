@@ -1,8 +1,7 @@
-"""The way of a product through the fleet: stage, plan, submit, and wait for what `jobs.py` collects.
+"""The fleet as training sees it: tensors, products and passes, from any thread.
 
-Callers live in any thread and wait on futures; everything else happens in the server's event loop. Plans are made in
-the caller's thread, once for equal sizes and an unchanged fleet. With no device at all products wait: for one to join,
-or for this server itself to compute, if it may.
+Callers submit and wait on futures; everything else happens in the server's event loop (`driver.py`), where one engine
+decides. This module only connects them, and says how things stand.
 """
 
 from __future__ import annotations
@@ -13,55 +12,52 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 
 from cleave import events
-from cleave.core.cost.gemm import WireFormat
+from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Profiles
-from cleave.core.model.gemms import Role
-from cleave.core.plan.gemm.layer import Linear, LinearPlan, plan_linear
-from cleave.core.plan.resident.small_fleet import plan_columns
-from cleave.core.plan.resident.stages import ColumnPlan
-from cleave.core.schedule.ledger import Ledger
-from cleave.core.schedule.members import STAND_IN, Member, Roster
-from cleave.core.schedule.tasks import DeviceId, DeviceLeft, OperandId, OperandsReleased
+from cleave.core.model.decoder import Decoder
+from cleave.core.model.gemms import Linear, Role
+from cleave.core.plan.choose import Arrange, LayerChoice, Local, PassChoice, PassWork, Setting
+from cleave.core.plan.gemm.layer import LinearPlan
+from cleave.core.plan.resident.stages import ResidentPlan
+from cleave.core.schedule.members import STAND_IN, Member
 from cleave.core.verify.recompute import Policy
-from cleave.errors import FleetGoneError, InfeasibleError
-from cleave.protocol.decoder import Batch, Stack
+from cleave.errors import FleetGoneError
 from cleave.protocol.numbers import Codec, Matrix, NumpyCodec
+from cleave.server.activations import Batched
 from cleave.server.admission.tokens import Keys
-from cleave.server.audits import Audits, Replay
-from cleave.server.connections import Dispatcher
-from cleave.server.gemm_run import Job, Jobs
-from cleave.server.grain import Arrange, Grains
-from cleave.server.operands import Staging, Tensor
-from cleave.server.product_checks import Inspector
+from cleave.server.audit_case import Replay
+from cleave.server.audits import Audits, AuditTotals
+from cleave.server.driver import Driver
+from cleave.server.engine import Engine
+from cleave.server.fleet_view import FleetView
+from cleave.server.gemm_results import Checker, GemmResults
+from cleave.server.gemm_run import GemmRun
+from cleave.server.operands import Tensor
+from cleave.server.planning import Planning, Snapshot
 from cleave.server.products import Product
-from cleave.server.resident_run import Passes, PassRun
+from cleave.server.resident_results import ResidentResults
+from cleave.server.resident_run import ResidentRun
+from cleave.server.run import Run, RunSubmitted
+from cleave.server.vacancy import StandIn
 from cleave.transport.base import Channel
-from cleave.transport.memory import memory_pair
 
-_REFRESH_S = 2.0
-_IDLE_S = 30.0
-"""Without work for so long while others had some, a device is told why."""
-
+_ELSEWHERE = Local()
+"""The caller computes nothing that devices could."""
 _Result = TypeVar("_Result")
-
-StandIn = Callable[[Channel], Coroutine[None, None, None]]
-"""A device in the server's own process, at its end of a channel."""
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What has happened so far, over all devices, gone ones included."""
+    """What has happened so far, over all devices, departed ones included."""
 
     devices: int
     down_bytes: int
@@ -82,313 +78,190 @@ class Cluster:
         keys: Keys | None = None,
         codec: Codec | None = None,
         listener: events.Listener = lambda event: None,
-        gone_s: float = 60.0,
+        alone_wait_s: float = 3600.0,
         stand_in: StandIn | None = None,
         medium_bytes_per_s: float = math.inf,
-        arrange: Arrange = plan_columns,
+        cores: float = math.inf,
+        arrange: Arrange | None = None,
         trust: Policy = "sample",
         replay: Replay | None = None,
         audit_rng: np.random.Generator | None = None,
     ) -> None:
         """`replay` makes audits possible, as `trust` says."""
         self.wire: WireFormat = wire
-        self._loop, self._listener, self._gone_s, self._stand_in = loop, _harmless(listener), gone_s, stand_in
-        codec = codec or NumpyCodec()
-        self._roster, self._ledger, self._inspector = Roster(), Ledger(), Inspector(codec)
-        self._staging = Staging(codec, self._release)
-        self.medium_bytes_per_s = medium_bytes_per_s
-        """Shared by everything down and up, as on one Wi-Fi."""
-        ids = itertools.count(1)
-        self._jobs = Jobs(
-            loop,
-            ids=ids,
-            ledger=self._ledger,
-            staging=self._staging,
-            inspector=self._inspector,
-            fleet=lambda: self._fleet[1],
-            alone=self._wait_or_compute,
-            listener=self._listener,
-        )
-        self.grains = Grains(
-            wire,
-            fleet=lambda: self._fleet,
-            medium_bytes_per_s=medium_bytes_per_s,
+        self.loop = loop
+        self._codec, self._replay = codec or NumpyCodec(), replay
+        self.engine, self._lock = Engine(), threading.RLock()
+        self._fleet = FleetView(self.engine.ledger, self.engine.roster)
+        listener = _harmless(listener)
+        self.planning = Planning(
+            Setting(wire=wire, medium_bytes_per_s=medium_bytes_per_s, cores=cores),
+            fleet=self._snapshot,
+            say=lambda text: listener(events.Note(text=text)),
             arrange=arrange,
-            say=lambda text: self._listener(events.Note(text=text)),
         )
-        self._audits = Audits(
+        self._checker, self._audit_totals = Checker(self._codec), AuditTotals()
+        self._driver = Driver(
             loop,
-            policy=trust,
-            replay=replay,
-            staging=self._staging,
-            roster=self._roster,
-            listener=self._listener,
-            rng=audit_rng,
-        )
-        self._audits.part = lambda device, reason: self._dispatcher.part(device, reason, rejoin=False)
-        self._passes = Passes(
-            loop,
-            ids=ids,
-            ledger=self._ledger,
-            staging=self._staging,
-            codec=codec,
-            fleet=lambda: self._fleet[1],
-            planner=self._plan_pass,
-            audits=self._audits,
-            alone=self._wait_or_compute,
-            listener=self._listener,
-        )
-        self._dispatcher = Dispatcher(
-            loop,
-            ledger=self._ledger,
-            roster=self._roster,
-            staging=self._staging,
+            self.engine,
+            lock=self._lock,
+            codec=self._codec,
             keys=keys or Keys(),
-            fleet_changed=self._fleet_changed,
-            left=self._device_left,
-            listener=self._listener,
+            planner=self._plan_again,
+            wait_s=alone_wait_s,
+            stand_in=stand_in,
+            listener=listener,
         )
-        self._jobs.handle = self._passes.handle = self._dispatcher.handle
-        self._standing_in: set[asyncio.Task[None]] = set()
-        self._giving_up: asyncio.TimerHandle | None = None
-        self._plans: dict[Linear, LinearPlan] = {}
-        self._rows_suffice: set[Linear] = set()
-        self._planned_for = -1
-        self._planned_names: tuple[str, ...] = ()
-        self._planning = threading.Lock()
-        self._fleet: tuple[int, Profiles | None] = (0, None)
-        self.devices = 0
-        """How many are there, this server itself not counted."""
-        self._arrival = threading.Condition()
+        self._trust: Policy = trust
+        self._draw = (audit_rng or np.random.default_rng()).random
+        self._ids = itertools.count(1)
         self._products = 0
         self._waiting_s = 0.0
-        self._refresher: asyncio.TimerHandle | None = None
 
-    # -------------------------------------------------------------------------------------------- any thread
+    # -------------------------------------------------------------------------------------------- work
 
     def tensor(self, rows: int, cols: int, format: WireFormat | None = None) -> Tensor:
         """An identity for a matrix; bind its numbers before it is used in a product."""
-        return self._staging.tensor(rows, cols, format or self.wire)
+        return self._driver.operands.tensor(rows, cols, format or self.wire)
 
-    def plan(self, linear: Linear) -> LinearPlan | None:
-        """How a layer is cut over the fleet as it is now; None while nobody is there."""
-        return self._plan(linear, *self._fleet)
+    def choose_layer(self, linear: Linear, local: Local = _ELSEWHERE) -> LayerChoice:
+        """Where a linear layer's products are computed, and by whom; asked once a call."""
+        return self.planning.layer(linear, local)
 
-    def _plan(self, linear: Linear, number: int, profiles: Profiles | None) -> LinearPlan | None:
-        if profiles is None:
-            return None
-        with self._planning:
-            if number != self._planned_for:
-                if profiles.names != self._planned_names:
-                    self._rows_suffice.clear()
-                self._plans.clear()
-                self._planned_for, self._planned_names = number, profiles.names
-            found = self._plans.get(linear)
-            if found is None:
-                # with the same devices at other speeds, what was cut by rows still is
-                found = plan_linear(profiles, linear, self.wire, search=linear not in self._rows_suffice)
-                self._plans[linear] = found
-                if found.way == "rows":
-                    self._rows_suffice.add(linear)
-            return found
+    def choose_pass(self, work: PassWork, local: Local = _ELSEWHERE, *, must: bool = False) -> PassChoice:
+        """Whether layers stay on devices for such a batch, and who holds them; asked once a batch."""
+        return self.planning.choose_pass(work, local, must=must)
+
+    def step_ended(self) -> None:
+        """A step boundary: from here on plans may use the devices that joined meanwhile."""
+        self.planning.step_ended()
 
     def submit(
-        self, role: Role, a: tuple[Tensor, ...], b: tuple[Tensor, ...], linear: Linear, *, priority: int = 1
+        self,
+        role: Role,
+        a: tuple[Tensor, ...],
+        b: tuple[Tensor, ...],
+        plan: LinearPlan | None,
+        *,
+        priority: int = 1,
     ) -> Future[list[Matrix]]:
-        """Start a product of staged tensors; its outputs come as fp32."""
-        product = Product(role, a, b)
-        number, profiles = self._fleet  # one look: a plan numbers the devices of just this fleet
-        try:
-            found = self._plan(linear, number, profiles)
-        except InfeasibleError:  # for those who are there now: it waits for others, and says so
-            found = None
-        job = Job(
-            product=product,
+        """Start a product of staged tensors; its outputs come as fp32. Without a plan it waits for a device."""
+        product, format = Product(role, a, b), a[0].format
+        run = GemmRun(
+            product,
+            plan.blocks[role] if plan is not None else (),
+            GemmResults(product, format, self._checker),
             priority=priority,
-            format=a[0].format,
-            outputs=[],
-            blocks=found.blocks[role] if found else (),
-            names=profiles.names if profiles else (),
+            format=format,
+            operands=self._driver.operands,
+            ids=self._ids,
+            fleet=self._fleet,
         )
-        partial = any(block.inner != (0, product.gemm.k) for block in job.blocks)
-        job.outputs = [(np.zeros if partial else np.empty)(shape, dtype=np.float32) for shape in product.outputs]
-        self._products += 1
-        self._loop.call_soon_threadsafe(self._jobs.start, job)
-        return job.done
+        self._start(run)
+        return run.done
 
-    def may_run(
-        self, stack: Stack, sequences: int, sequence: int, is_trained: bool, *, must: bool = False
-    ) -> str | None:
-        """None: layers shall be resident for such a batch; else why not. With `must` only if they cannot be."""
-        return self.grains.why_not(stack, sequences, sequence, is_trained, must=must)
+    def run(self, decoder: Decoder, batch: Batched, plan: ResidentPlan | None = None) -> ResidentRun:
+        """Start a batch through a decoder's resident layers, as planned for it."""
+        run = ResidentRun(
+            decoder,
+            batch,
+            plan,
+            ResidentResults(decoder, self._codec, self._driver.operands, self._replay, self._audit_totals),
+            format=self.wire,
+            operands=self._driver.operands,
+            ids=self._ids,
+            fleet=self._fleet,
+            audits=Audits(
+                self._trust,
+                can_replay=self._replay is not None,
+                draw=self._draw,
+                roster=self.engine.roster,
+                totals=self._audit_totals,
+            ),
+            post=self._driver.post_soon,
+        )
+        self._start(run)
+        return run
 
-    def run(self, stack: Stack, batch: Batch) -> PassRun:
-        """Start a batch on its way through a stack of resident layers."""
+    def _start(self, run: Run) -> None:
         self._products += 1
-        with suppress(InfeasibleError):  # it waits for others, and says so
-            self.grains.plan(stack, batch)  # here, as it takes time that the event loop does not have
-        return self._passes.start(stack, batch, self.wire)
+        self._driver.post_soon(RunSubmitted(run))
 
     def wait(self, future: Future[_Result]) -> _Result:
-        """What was asked for; the time until it is there counts as waiting."""
+        """The result of a future; the time until it is there counts as waiting."""
         started = time.perf_counter()
         try:
             return future.result()
         finally:
             self._waiting_s += time.perf_counter() - started
 
+    # -------------------------------------------------------------------------------------------- how things stand
+
     def wait_for_devices(self, count: int, timeout_s: float) -> None:
-        with self._arrival:
-            if not self._arrival.wait_for(lambda: self.devices >= count, timeout_s):
+        with self.fleet_changed:
+            if not self.fleet_changed.wait_for(lambda: self.devices >= count, timeout_s):
                 raise FleetGoneError(
                     f"expected {count} device{'s' if count > 1 else ''} within {timeout_s:.0f} s, but "
                     f"{self.devices or 'none'} came; start one with cleave join, or wait longer"
                 )
 
     @property
+    def fleet_changed(self) -> threading.Condition:
+        """Notified when a device has joined or left."""
+        return self._driver.fleet_changed
+
+    @property
+    def devices(self) -> int:
+        """Devices present, this server itself not counted."""
+        members = self.engine.roster.members
+        return len(members) - (STAND_IN in members)
+
+    @property
     def profiles(self) -> Profiles | None:
         """The fleet as the planner sees it."""
-        return self._fleet[1]
+        return self._snapshot()[1]
 
     def members(self) -> list[Member]:
         """Every device that was ever here, with what it has done."""
-        return [*self._roster.past.values(), *self._roster.members.values()]
+        with self._lock:
+            return [*self.engine.roster.past.values(), *self.engine.roster.members.values()]
 
     def here(self) -> list[Member]:
-        return list(self._roster.members.values())
+        with self._lock:
+            return list(self.engine.roster.members.values())
 
     def totals(self) -> Totals:
-        down, up = self._dispatcher.traffic()
-        checking_s = self._inspector.busy_s + self._audits.busy_s
-        audits = self._audits.units, self._audits.wrong
-        return Totals(self.devices, down, up, self._waiting_s, checking_s, self._products, *audits)
+        down, up = self._driver.traffic()
+        return Totals(
+            devices=self.devices,
+            down_bytes=down,
+            up_bytes=up,
+            waiting_s=self._waiting_s,
+            checking_s=self._checker.busy_s + self._audit_totals.busy_s,
+            products=self._products,
+            audited_units=self._audit_totals.units,
+            wrong_audits=self._audit_totals.wrong,
+        )
+
+    def _snapshot(self) -> Snapshot:
+        with self._lock:
+            return self.engine.roster.number, self.engine.roster.profiles()
+
+    def _plan_again(self, run: Run) -> object:
+        assert isinstance(run, ResidentRun), "only passes ask for plans"
+        batch = run.batch
+        work = PassWork(run.decoder, batch.sequences, batch.sequence, batch.is_trained)
+        return self.planning.plan_again(work, run.unable, run.barred)
 
     # -------------------------------------------------------------------------------------------- event loop
 
     async def serve(self, channel: Channel) -> None:
-        """A device's whole stay."""
-        await self._dispatcher.serve(channel)
+        """Serve a device from its hello to its last byte."""
+        await self._driver.serve(channel)
 
     async def close(self, reason: str, *, rejoin: bool) -> None:
-        for timer in (self._refresher, self._giving_up):
-            if timer is not None:
-                timer.cancel()
-        for work in (self._jobs, self._passes):
-            work.fail(FleetGoneError(f"the server closed: {reason}"), for_good=True)
-        await self._dispatcher.close(reason, rejoin=rejoin)
-
-    # -------------------------------------------------------------------------------------------- fleet
-
-    def _look(self) -> None:
-        """At who is there, for those who plan and those who wait."""
-        self._fleet = (self._roster.number, self._roster.profiles())
-        self.devices = len(self._roster.members.keys() - {STAND_IN})
-        with self._arrival:
-            self._arrival.notify_all()
-
-    def _device_left(self, device: DeviceId) -> None:
-        """What it had goes to others, of whom it is none any more."""
-        self._look()
-        self._dispatcher.handle(DeviceLeft(device), device)
-        self._passes.left(device)
-
-    def _fleet_changed(self) -> None:
-        """Someone came, or is late, or no longer."""
-        self._look()
-        if self._fleet[1] is not None:
-            if self._giving_up is not None:
-                self._giving_up.cancel()
-                self._giving_up = None
-            if self.devices and STAND_IN in self._roster.members:
-                self._dispatcher.part(STAND_IN, "a device is there again", rejoin=False)
-            self._jobs.unpark()
-            self._passes.unpark()
-            self._passes.lag({DeviceId(name) for name, member in self._roster.members.items() if member.is_late})
-            self._refresh_later()
-
-    def _plan_pass(
-        self, stack: Stack, batch: Batch, unable: Collection[DeviceId], barred: Collection[DeviceId], *, anew: bool
-    ) -> tuple[ColumnPlan, tuple[str, ...]]:
-        """Without those who could not do it and, if the others can, without those who were found wrong."""
-        if barred:
-            with suppress(InfeasibleError):
-                return self.grains.plan(stack, batch, self._without({*unable, *barred}))
-        return self.grains.plan(stack, batch, self._without(unable) if unable else None, anew=anew)
-
-    def _without(self, devices: Collection[DeviceId]) -> tuple[int, Profiles]:
-        number, profiles = self._fleet
-        names = profiles.names if profiles is not None else ()
-        others = np.flatnonzero([name not in devices for name in names])
-        if profiles is None or not len(others):
-            raise InfeasibleError("no device is there that can do it")
-        return hash((number, frozenset(devices))), profiles.take(others)
-
-    def _wait_or_compute(self, reason: str) -> None:
-        """Work is there and nobody who can do it."""
-        if self._giving_up is not None or self._standing_in:
-            return
-        if self._stand_in is not None and not self._roster.members:
-            self._listener(events.Paused(reason="no device is there; this server computes until one joins"))
-            servers, devices = memory_pair()
-            for stay in (self._dispatcher.serve(servers, own=STAND_IN), self._stand_in(devices)):
-                task = self._loop.create_task(stay)
-                self._standing_in.add(task)
-                task.add_done_callback(self._stood_in)
-            return
-        self._listener(events.Paused(reason=f"{reason}; waiting {self._gone_s:.0f} s for one to join"))
-        self._giving_up = self._loop.call_later(self._gone_s, self._give_up, reason)
-
-    def _stood_in(self, stay: asyncio.Task[None]) -> None:
-        """The server no longer stands in; someone else may have come and gone meanwhile."""
-        self._standing_in.discard(stay)
-        is_parked = self._jobs.is_parked or self._passes.is_parked
-        if not self._standing_in and is_parked and not self._roster.members:
-            self._wait_or_compute("no device is there")
-
-    def _give_up(self, reason: str) -> None:
-        self._giving_up = None
-        waited = f"{reason}, for {self._gone_s:.0f} s, so the work stopped; start devices with cleave join and resume"
-        for work in (self._jobs, self._passes):
-            work.fail(FleetGoneError(waited), for_good=False)
-
-    def _refresh_later(self) -> None:
-        if self._refresher is None:
-            self._refresher = self._loop.call_later(_REFRESH_S, self._refresh)
-
-    def _refresh(self) -> None:
-        self._refresher = None
-        self._dispatcher.heartbeat()
-        self._roster.refresh()
-        self._fleet = (self._roster.number, self._roster.profiles())
-        self._tell_idle_ones()
-        if self._fleet[1] is not None:
-            self._refresh_later()
-
-    def _tell_idle_ones(self) -> None:
-        """Plans leave out who would make the others wait."""
-        now = self._loop.time()
-        for member in self._roster.members.values():
-            if self._ledger.unfinished(DeviceId(member.name)) or member.tasks_then != member.tasks:
-                member.idle_since, member.was_told_idle, member.products_then = now, False, self._products
-                member.tasks_then = member.tasks
-            has_missed_some = self._products - member.products_then > 1
-            if now - member.idle_since > _IDLE_S and has_missed_some and not member.was_told_idle:
-                member.was_told_idle = True
-                self._dispatcher.tell_idle(
-                    member.name,
-                    f"at {member.flops.value / 1e9:.1f} GFLOP/s, {member.down.value / 1e6:.1f} MB/s down and "
-                    f"{member.up.value / 1e6:.1f} MB/s up, the others end sooner without this device; it is in reserve",
-                )
-
-    def _release(self, operands: tuple[OperandId, ...]) -> None:
-        if self._loop.is_closed():
-            return
-
-        def release() -> None:
-            self._staging.forget(operands)
-            self._dispatcher.handle(OperandsReleased(operands))
-
-        self._loop.call_soon_threadsafe(release)
+        await self._driver.close(FleetGoneError(f"the server closed: {reason}"), reason, rejoin=rejoin)
+        self.planning.close()
 
 
 def _harmless(listener: events.Listener) -> events.Listener:

@@ -16,10 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cleave.core.cost.gemm import DEVICE_BYTES, WireFormat
+from cleave.core.cost.wire import DEVICE_BYTES, WireFormat, encoded_bytes
+from cleave.core.model.batch import Matrix
 from cleave.core.schedule.tasks import Operand, OperandId
 from cleave.protocol.messages import Store
-from cleave.protocol.numbers import Codec, Encoded, Matrix, encoded_bytes
+from cleave.protocol.numbers import Codec, Encoded
 
 STRIP_BYTES = 1 << 20
 
@@ -102,7 +103,7 @@ class Slice(NamedTuple):
             )
 
 
-class Staging:
+class Operands:
     """Gives identities. `slice` and `made` belong to the dispatcher's thread, `tensor` to any."""
 
     def __init__(self, codec: Codec, released: Callable[[tuple[OperandId, ...]], None]) -> None:

@@ -1,4 +1,4 @@
-"""What is to be sent to one device, and in which order; and how much of one device is listened to."""
+"""What is to be sent to one device, and in which order; and how fast one device may send."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ from cleave.protocol.messages import AnyMessage
 from cleave.protocol.programs import Gemm
 from cleave.transport.base import Channel
 
+URGENT = -1
+"""A priority ahead of every task's."""
 _MESSAGES_PER_S, _BURST = 2000.0, 4000.0
 
 Outgoing = Iterable[tuple[AnyMessage, Buffer]]
@@ -23,43 +25,37 @@ Needed = Callable[[OperandId], bool]
 _Entry = tuple[int, int, Outgoing, Callable[[], None]]
 
 
-class Line:
-    """Messages by priority, then in order; those put first go even between the strips of an operand."""
+class Outbox:
+    """Messages by priority, then in order; urgent ones go even between the strips of an operand."""
 
     def __init__(self) -> None:
-        self.first: deque[AnyMessage] = deque()
         self.sending: dict[TaskId, Sending] = {}
         """Tasks of which something is still to be sent."""
+        self._urgent: deque[AnyMessage] = deque()
         self._queue: asyncio.PriorityQueue[_Entry] = asyncio.PriorityQueue()
         self._order = itertools.count()
 
     def put(self, priority: int, outgoing: Outgoing, sent: Callable[[], None] = lambda: None) -> None:
         self._queue.put_nowait((priority, next(self._order), outgoing, sent))
 
-    def put_first(self, message: AnyMessage) -> None:
-        self.first.append(message)
-        self.put(-1, ())
+    def put_urgent(self, message: AnyMessage) -> None:
+        self._urgent.append(message)
+        self.put(URGENT, ())
 
-    async def get(self) -> tuple[Outgoing, Callable[[], None]]:
-        _, _, outgoing, sent = await self._queue.get()
-        return outgoing, sent
+    async def send_all(self, channel: Channel, member: Member) -> str:
+        """Send until the connection ends; count what goes to the member."""
+        while True:
+            _, _, outgoing, sent = await self._queue.get()
+            await self._send_urgent(channel)
+            for message, payload in outgoing:
+                await channel.send(message, payload)
+                member.down_bytes += len(payload)
+                await self._send_urgent(channel)
+            sent()
 
-
-async def send_all(channel: Channel, line: Line, member: Member) -> str:
-    """Until the connection ends."""
-    while True:
-        outgoing, sent = await line.get()
-        await _send_first(channel, line)
-        for message, payload in outgoing:
-            await channel.send(message, payload)
-            member.down_bytes += len(payload)
-            await _send_first(channel, line)
-        sent()
-
-
-async def _send_first(channel: Channel, line: Line) -> None:
-    while line.first:
-        await channel.send(line.first.popleft())
+    async def _send_urgent(self, channel: Channel) -> None:
+        while self._urgent:
+            await channel.send(self._urgent.popleft())
 
 
 class Sending:
@@ -72,20 +68,20 @@ class Sending:
     def __init__(self, run: messages.Run, operands: list[tuple[OperandId, Strips]], needed: Needed) -> None:
         self._run, self._needed = run, needed
         self._operands = operands
-        self._told = False
+        self._was_announced = False
         self.is_cancelled = False
         self.unsent: list[OperandId] = []
 
     def __iter__(self) -> Iterator[tuple[AnyMessage, Buffer]]:
         if not self.is_cancelled:
-            self._told = True
+            self._was_announced = True
             yield self._run, b""
         turns = [self._operands]
         if isinstance(self._run.program, Gemm) and self._run.program.layout == "nn":
             turns = [[operand] for operand in reversed(self._operands)]
         for operands in turns:
             yield from self._in_turn(list(operands))
-        if self.is_cancelled and self._told:
+        if self.is_cancelled and self._was_announced:
             yield messages.Cancel(tasks=(self._run.task,)), b""
 
     def _in_turn(self, operands: list[tuple[OperandId, Strips]]) -> Iterator[tuple[AnyMessage, Buffer]]:
@@ -103,7 +99,7 @@ class Sending:
 
 
 class Meter:
-    """Holds back who sends more messages than any honest device: it waits, its link fills, it slows down itself."""
+    """Slow down a device that sends more messages than any honest one: its link fills, and it has to wait."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._seen, self._left = clock, clock(), _BURST

@@ -16,7 +16,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from cleave.core.model.gemms import Gemm, Role
-from cleave.core.plan.gemm.layer import Block
+from cleave.core.plan.gemm.layer import Extent
 from cleave.protocol.programs import Layout
 from cleave.server.operands import Range, Tensor
 
@@ -72,8 +72,8 @@ class Product:
             case "grad_weight":
                 return [(dy.cols, self.b[0].cols) for dy in self.a]
 
-    def pieces(self, block: Block) -> Iterator[Piece]:
-        rows, cols, inner = block.rows, block.cols, block.inner
+    def pieces(self, extent: Extent) -> Iterator[Piece]:
+        rows, cols, inner = extent
         partial = inner != (0, self.gemm.k)
         match self.role:
             case "forward":
@@ -91,14 +91,14 @@ class Product:
                 for member, part in _members([dy.cols for dy in self.a], rows):
                     yield Piece(member, part, cols, inner, ((Cut(self.a[member], inner, part), x),), partial)
 
-    def block(self, piece: Piece, rows: Range, cols: Range) -> Block:
-        """A part of a piece (in its own coordinates) as a block of the whole product, for another device."""
+    def extent(self, piece: Piece, rows: Range, cols: Range) -> Extent:
+        """A part of a piece (in its own coordinates) as an extent of the whole product."""
         top, left = piece.rows[0], piece.cols[0]
         if self.role == "forward":
             left += sum(w.rows for w in self.b[: piece.output])
         elif self.role == "grad_weight":
             top += sum(dy.cols for dy in self.a[: piece.output])
-        return Block(-1, (top + rows[0], top + rows[1]), (left + cols[0], left + cols[1]), piece.inner)
+        return Extent((top + rows[0], top + rows[1]), (left + cols[0], left + cols[1]), piece.inner)
 
 
 def _members(widths: Sequence[int], whole: Range) -> Iterator[tuple[int, Range]]:

@@ -1,54 +1,62 @@
-"""One batch on its way through columns: what it holds, and its units as tasks and programs.
+"""How a pass's units, accounts and weights are named: operands, tasks, and the programs that devices are told.
 
-`passes.py` moves it on; this module only knows how things are named: a unit's operands, a seat's state, an account's
-accumulators. For callers in other threads it is a `Pass`.
+Keeps what devices make for a layout: a state (keys and values) per seat, accumulators per account. `resident_run.py`
+moves the pass on; this module knows no results.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass
-from queue import SimpleQueue
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TypedDict, cast
 
-import numpy as np
-
-from cleave.core.cost.gemm import DEVICE_BYTES, WireFormat, thin_effort
-from cleave.core.plan.resident.stages import ColumnPlan
-from cleave.core.schedule.pipeline import Account, Column, Course, Desk, Direction, Flow, Seat, Unit
-from cleave.core.schedule.rectangles import Rectangle
-from cleave.core.schedule.tasks import DeviceId, Operand, Task, TaskId
+from cleave.core.cost.demand import tables_bytes
+from cleave.core.cost.rates import thin_effort
+from cleave.core.cost.wire import DEVICE_BYTES, WireFormat, encoded_bytes
+from cleave.core.model.decoder import Decoder, Head, Part
+from cleave.core.model.shard import Shard
+from cleave.core.plan.resident.stages import ResidentPlan
+from cleave.core.schedule.pipeline import Account, Desk, Pipeline, Seat, Unit
+from cleave.core.schedule.rectangles import Rectangle, total
+from cleave.core.schedule.tasks import DeviceId, Operand, OperandId, Task, TaskId
 from cleave.errors import InfeasibleError
-from cleave.protocol.decoder import Batch, Gradients, Stack
-from cleave.protocol.numbers import Matrix, encoded_bytes
-from cleave.protocol.programs import Backward, Collect, Forward
-from cleave.server.activations import Boundaries
-from cleave.server.operands import Staging, Tensor
-from cleave.server.residents import Resident, resident, slots
-from cleave.server.segments import Share
+from cleave.protocol import messages
+from cleave.protocol.programs import Backward, Collect, Forward, Hold, Program
+from cleave.server.activations import Activations, Batched
+from cleave.server.held_shard import HeldShard, hold
+from cleave.server.operands import Operands, Tensor
+from cleave.server.run import Run
 
 _BACKWARD, _FORWARD, _READING, _AHEAD = 0, 1, 2, 3  # priorities, as of products
+_LEAST_SPEED = 1e-9
 
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """An account's accumulators, and what of them has not come; all in the order of the column's trained views."""
+    """An account's accumulators, and what of them has not come; in the order of the shard's trained views."""
 
     operands: list[Operand]
     wanted: dict[int, list[Rectangle]]
     has_begun: bool = False
+    keeping: int = 0
+    """Parts that came and are being added."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all of it came."""
+        return self.has_begun and not any(total(parts) for parts in self.wanted.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitWork:
-    """What a task of a unit is about."""
+    """What a task of a unit computes."""
 
-    owner: Any
-    run: PassRun
+    run: Run
     unit: Unit
-    values: Matrix
+    message: messages.Run
+    rows: int
+    cols: int
+    parts: list[tuple[Rectangle, object]] = field(default_factory=lambda: list[tuple[Rectangle, object]]())
     """The result, as far as it has come."""
 
 
@@ -56,257 +64,172 @@ class UnitWork:
 class ReadWork:
     """What a task that reads an accumulator is about."""
 
-    owner: Any
-    run: PassRun
+    run: Run
     account: Account
     index: int
+    message: messages.Run
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HoldWork:
-    """What a task that only brings weights is about."""
+    """What a task that only brings weights is about; the tensor is kept while it is on its way."""
 
-    owner: Any
+    run: Run
     tensor: Tensor
+    message: messages.Run
 
 
-class PassRun:
+ResidentWork = UnitWork | ReadWork | HoldWork
+
+
+class _Place(TypedDict):
+    """What forward and backward programs of a unit have in common."""
+
+    parts: tuple[Part, ...]
+    head: Head | None
+    state: int
+    first_row: int
+    sequence: int
+    is_slice: bool
+    rotary_row: int
+
+
+class ResidentTasks:
     def __init__(
         self,
-        owner: Any,
-        stack: Stack,
-        batch: Batch,
+        run: Run,
+        decoder: Decoder,
+        batch: Batched,
+        plan: ResidentPlan,
+        activations: Activations,
         *,
         format: WireFormat,
-        staging: Staging,
+        operands: Operands,
         ids: Iterator[int],
-        go_back: Callable[[PassRun], None],
-        send_ahead: Callable[[PassRun, int, Tensor], None],
+        goes_back: bool,
     ) -> None:
-        self._owner, self._staging, self._ids = owner, staging, ids
-        self._go_back, self._send_ahead = go_back, send_ahead
-        self.stack, self.batch = stack, batch
-        self.format: WireFormat = format
-        self.outputs: Future[Matrix] = Future()
-        self.returned: Future[Gradients] = Future()
-        self.course: Course = "forward"
-        self.dy: Matrix | None = None
-        self.plan: ColumnPlan
-        self.names: tuple[str, ...]
-        self.boundaries: Boundaries | None = None
-        self.flow: Flow
-        self.residents: dict[Column, Resident] = {}
-        self.gradients: dict[int, Matrix] = {}
+        self._run, self._decoder, self._batch, self._plan, self._activations = run, decoder, batch, plan, activations
+        self._format: WireFormat = format
+        self._operands, self._ids, self._tables_bytes = operands, ids, tables_bytes(batch)
+        self._stage = {shard: number for number, stage in enumerate(plan.stages) for shard in stage.shards}
+        self.held: dict[Shard, HeldShard] = {
+            shard: hold(decoder, shard, batch, operands, is_trained=goes_back) for shard in self._stage
+        }
         self.states: dict[Seat, Operand] = {}
         self.readings: dict[Account, Reading] = {}
-        self.regions: dict[Seat | Account, set[TaskId]] = {}
-        self._early: dict[tuple[Seat, Direction], dict[int, tuple[Unit, Matrix]]] = {}
-        """Results that came before those of the chunks ahead of theirs."""
-        self._unsettled: dict[int, set[Column]] = {}
-        """Trained parameters, and the columns whose part of their gradients is not there."""
-        self._arrivals: SimpleQueue[tuple[int, Matrix] | None] = SimpleQueue()
-        self.has_delivered = False
-        """Some gradients are in the caller's hands: they cannot be made again."""
-        self.unable: set[DeviceId] = set()
-        """Who could not do a unit of it."""
-        self.barred: set[DeviceId] = set()
-        """Whose work in it was found wrong."""
 
-    def backward(self, dy: Matrix | None) -> Future[Gradients]:
-        if dy is not None:
-            self.dy = dy
-            self._go_back(self)
-        return self.returned
+    # -------------------------------------------------------------------------------------------- memory
 
-    def arrivals(self) -> Iterator[tuple[int, Matrix]]:
-        yield from iter(self._arrivals.get, None)
-
-    def publish(self, parameter: int, operand: Tensor) -> None:
-        self._send_ahead(self, parameter, operand)
-
-    @property
-    def goes_back(self) -> bool:
-        return self.course != "forward"
-
-    @property
-    def between(self) -> Boundaries:
-        assert self.boundaries is not None, "laid out"
-        return self.boundaries
-
-    # -------------------------------------------------------------------------------------------- layout
-
-    def follows(self, plan: ColumnPlan, names: tuple[str, ...]) -> bool:
-        """Whether it is laid out as a plan says, whatever that foresees."""
-        return _arrangement(self.plan, self.names) == _arrangement(plan, names)
-
-    def lay_out(
-        self,
-        plan: ColumnPlan,
-        names: tuple[str, ...],
-        memory_bytes: Callable[[DeviceId], int],
-        late: Collection[DeviceId],
-    ) -> None:
-        """Columns, desks and room for a plan; what is between its stages stays for a backward of its own."""
-        slices = [len(stage.slices) for stage in plan.stages]
-        self.plan, self.names = plan, names
-        if self.course != "backward" or self.boundaries is None:
-            self.boundaries = Boundaries(
-                self.batch,
-                slices,
-                chunk=plan.chunk,
-                has_head=self.stack.head is not None,
-                staging=self._staging,
-                format=self.format,
-            )
-        shares = {
-            Column(number, index): Share(first=stage.first, count=stage.count, index=index, of=len(stage.slices))
-            for number, stage in enumerate(plan.stages)
-            for index in range(len(stage.slices))
-        }
-        self.residents = {
-            column: resident(self.stack, share, self.batch, self._staging) for column, share in shares.items()
-        }
-        self.flow = Flow(
-            slices,
-            sequences=self.batch.sequences,
-            chunks=self.boundaries.chunks,
-            course=self.course,
-            trained={column.stage for column, held in self.residents.items() if held.trained},
-        )
-        self._early.clear()
-        self._set_desks(memory_bytes)
-        for desk in itertools.chain.from_iterable(self.flow.desks.values()):
-            desk.is_late = desk.device in late
-        if self.goes_back:
-            self.boundaries.expect_gradients(self.dy)
-            self.gradients = {
-                number: np.zeros((parameter.rows, parameter.cols), dtype=np.float32)
-                for number, parameter in enumerate(self.stack.parameters)
-                if parameter.is_trained
-            }
-            self._unsettled = {number: set() for number in self.gradients}
-            for column, held in self.residents.items():
-                for view, _ in held.trained:
-                    self._unsettled[view.parameter].add(column)
-
-    def _set_desks(self, memory_bytes: Callable[[DeviceId], int]) -> None:
-        """Who can serve a column as planned does; InfeasibleError where nobody can."""
-        served: dict[DeviceId, list[tuple[Column, float]]] = {}
-        for column in self.flow.columns:
-            for place in self.plan.stages[column.stage].slices[column.slice]:
-                served.setdefault(DeviceId(self.names[place.device]), []).append((column, place.sequences))
-        for device, columns in served.items():
-            held = [self.residents[column] for column, _ in columns]
-            kept = sum(one.trained_bytes for one in held) if self.goes_back else 0
-            bare = [self.need_bytes(column, 0) for column, _ in columns]
-            for (column, speed), need in zip(columns, bare, strict=True):
-                own = self.residents[column].trained_bytes if self.goes_back else 0
-                others = kept - own + max(bare) - need  # what they keep, and what one of them needs at a time
-                room = self.slots(column, memory_bytes(device) - others, share=len(columns))
-                if room:
-                    self.flow.desks[column].append(Desk(device, room, max(speed, 1e-9)))
-        for column in self.flow.unserved:
-            places = self.plan.stages[column.stage].slices[column.slice]
-            offered = max(memory_bytes(DeviceId(self.names[place.device])) for place in places)
-            need = self.need_bytes(column, 1)
+    def set_desks(self, pipeline: Pipeline, memory_bytes: Callable[[DeviceId], int]) -> None:
+        """Let every device serve its shards as planned, as far as its memory allows; InfeasibleError if none can."""
+        served: dict[DeviceId, list[tuple[Shard, float]]] = {}
+        for stage in self._plan.stages:
+            for shard, holdings in stage.columns:
+                for holding in holdings:
+                    served.setdefault(holding.device, []).append((shard, holding.sequences))
+        for device, shards in served.items():
+            kept = sum(self.held[shard].demand.trained_bytes for shard, _ in shards)
+            bare = [self._need_bytes(shard, 0) for shard, _ in shards]
+            for (shard, speed), need in zip(shards, bare, strict=True):
+                others = kept - self.held[shard].demand.trained_bytes  # what they keep,
+                others += max(bare) - need  # and what one of them needs at a time
+                slots = self._slots(shard, memory_bytes(device) - others, len(shards))
+                if slots:
+                    pipeline.add_desk(shard, Desk(device, slots, max(speed, _LEAST_SPEED)))
+        for shard in pipeline.unserved:
+            holdings = self._plan.stages[self._stage[shard]].columns[shard.index].holdings
+            offered = max(memory_bytes(holding.device) for holding in holdings)
             raise InfeasibleError(
-                f"a column needs {need / 1e6:.3g} MB on a device, but the largest it was planned for offers "
-                f"{offered / 1e6:.3g} MB; lend more memory or devices, or train with shorter sequences"
+                f"a column needs {self._need_bytes(shard, 1) / 1e6:.3g} MB on a device, but the largest it was planned "
+                f"for offers {offered / 1e6:.3g} MB; lend more memory or devices, or train with shorter sequences"
             )
 
-    def deliver(self, column: Column) -> None:
-        """All of a column's gradients are there: those of parameters that no other column has go out."""
-        for number, columns in list(self._unsettled.items()):
-            columns.discard(column)
-            if not columns:
-                del self._unsettled[number]
-                self.has_delivered = True
-                self._arrivals.put((number, self.gradients[number]))
+    def slots_beside(self, shard: Shard, device: DeviceId, memory_bytes: int, pipeline: Pipeline) -> int:
+        """How many sequences of a shard a device could have open beside what it serves already; 0: none."""
+        taken = sum(self._need_bytes(other, desk.slots) for other, desk in pipeline.desks_of(device))
+        return self._slots(shard, memory_bytes - taken, 1)
 
-    def end_arrivals(self) -> None:
-        self._arrivals.put(None)
+    def _slots(self, shard: Shard, memory_bytes: int, shared_by: int) -> int:
+        demand, most = self.held[shard].demand, self._batch.sequences
+        return demand.sequences_within(memory_bytes, self._plan.chunk, self._tables_bytes, most, shared_by)
 
-    def slots(self, column: Column, memory_bytes: int, share: int = 1) -> int:
-        """How many sequences a device with so much memory, shared with other columns, could have open; 0: none."""
-        return slots(self.residents[column], memory_bytes, self.plan.chunk, self.batch, self.goes_back, share)
+    def _need_bytes(self, shard: Shard, open_sequences: int) -> int:
+        return self.held[shard].demand.memory_bytes(self._plan.chunk, open_sequences, self._tables_bytes)
 
-    def need_bytes(self, column: Column, open_sequences: int) -> int:
-        return self.residents[column].need_bytes(self.plan.chunk, self.batch, open_sequences, self.goes_back)
-
-    def wants_dx(self, column: Column) -> bool:
-        return column.stage > 0 or self.batch.wants_dx
-
-    def gathered(self) -> Gradients:
-        numbers = range(len(self.stack.parameters))
-        return Gradients(
-            dx=self.between.dx if self.batch.wants_dx else None,
-            parameters=tuple(self.gradients.get(number) for number in numbers),
-        )
+    def wants_dx(self, shard: Shard) -> bool:
+        return self._stage[shard] > 0 or self._batch.wants_dx
 
     # -------------------------------------------------------------------------------------------- tasks
 
     def unit_task(self, unit: Unit) -> Task:
         seat = unit.seat
-        held = self.residents[seat.column]
-        first, last = self.between.rows(seat.sequence, unit.chunk)
+        held = self.held[seat.shard]
+        first, last = self._activations.rows(seat.sequence, unit.chunk)
         operands = [*held.operands, self._state(seat)]
         if unit.direction == "backward":
             operands += self.reading(seat.account).operands
-        operands += self.brought(unit)
-        rows, cols, format = last - first, self.stack.hidden, self.format
-        if unit.is_silent or (unit.direction == "backward" and not self.wants_dx(seat.column)):
+        operands += self.read_by(unit)
+        rows, cols, format = last - first, self._decoder.hidden, self._format
+        if unit.is_silent or (unit.direction == "backward" and not self.wants_dx(seat.shard)):
             rows, cols, format = 1, 1, "fp32"
         elif unit.direction == "forward" and held.head is not None:
             cols, format = 2, "fp32"
-        task = Task(
-            id=TaskId(next(self._ids)),
+        id = TaskId(next(self._ids))
+        priority = _BACKWARD if unit.direction == "backward" else _FORWARD
+        message = messages.Run(task=id, priority=priority, format=format, program=self._program(unit))
+        return Task(
+            id=id,
             device=seat.device,
-            priority=_BACKWARD if unit.direction == "backward" else _FORWARD,
+            group=seat,
+            priority=priority,
             operands=tuple(operands),
             rows=rows,
             cols=cols,
-            result_bytes=held.room_bytes(last - first, self.batch.sequence),
-            flops=held.flops(last - first, self.batch.sequence, unit.direction),
+            result_bytes=held.demand.workspace_bytes(last - first),
+            flops=held.demand.flops(
+                unit.direction, first - seat.sequence * self._batch.sequence, last - first, is_silent=unit.is_silent
+            ),
             effort=float(thin_effort(last - first)),
             up_bytes=encoded_bytes(format, rows, cols),
             is_bound=True,
-            work=UnitWork(self._owner, self, unit, np.empty((rows, cols), dtype=np.float32)),
+            work=UnitWork(self._run, unit, message, rows, cols),
         )
-        self.regions.setdefault(seat, set()).add(task.id)
-        return task
 
-    def read_tasks(self, account: Account) -> list[Task]:
-        """Every accumulator of which something is wanted."""
+    def read_tasks(self, account: Account) -> Iterator[Task]:
+        """A task for every accumulator of which something is wanted."""
         reading = self.reading(account)
         reading.has_begun = True
-        tasks = [
-            Task(
-                id=TaskId(next(self._ids)),
-                device=account.device,
-                priority=_READING,
-                operands=(reading.operands[index],),
-                rows=view.height,
-                cols=view.width,
-                result_bytes=0,
-                up_bytes=encoded_bytes(self.format, view.height, view.width),
-                is_bound=True,
-                work=ReadWork(self._owner, self, account, index),
-            )
-            for index, (view, _) in enumerate(self.residents[account.column].trained)
-            if reading.wanted.get(index)
-        ]
-        self.regions.setdefault(account, set()).update(task.id for task in tasks)
-        return tasks
-
-    def hold_tasks(self, parameter: int, tensor: Tensor) -> Iterator[Task]:
-        """For every device that holds some of a parameter, its part of the new numbers."""
-        for column, held in self.residents.items():
-            views = [view for view, _ in held.trained if view.parameter == parameter]
-            operands = tuple(self._staging.slice(tensor, view.rows, view.cols).operand for view in views)
-            for desk in self.flow.desks[column] if operands else ():
+        for index, (view, _) in enumerate(self.held[account.shard].trained):
+            if reading.wanted.get(index):
+                program = Collect(accumulator=reading.operands[index].id, rows=view.height, cols=view.width)
+                id = TaskId(next(self._ids))
+                message = messages.Run(task=id, priority=_READING, format=self._format, program=program)
                 yield Task(
-                    id=TaskId(next(self._ids)),
+                    id=id,
+                    device=account.device,
+                    group=account,
+                    priority=_READING,
+                    operands=(reading.operands[index],),
+                    rows=view.height,
+                    cols=view.width,
+                    result_bytes=0,
+                    up_bytes=encoded_bytes(self._format, view.height, view.width),
+                    is_bound=True,
+                    work=ReadWork(self._run, account, index, message),
+                )
+
+    def hold_tasks(self, parameter: int, tensor: Tensor, pipeline: Pipeline) -> Iterator[Task]:
+        """For every device that holds some of a parameter, its part of the new numbers."""
+        for shard, held in self.held.items():
+            views = [view for view, _ in held.trained if view.parameter == parameter]
+            operands = tuple(self._operands.slice(tensor, view.rows, view.cols).operand for view in views)
+            for desk in pipeline.desks[shard] if operands else ():
+                program = Hold(operands=tuple(operand.id for operand in operands))
+                id = TaskId(next(self._ids))
+                yield Task(
+                    id=id,
                     device=desk.device,
+                    group=self._run,
                     priority=_AHEAD,
                     operands=operands,
                     rows=1,
@@ -314,93 +237,87 @@ class PassRun:
                     result_bytes=DEVICE_BYTES,
                     up_bytes=DEVICE_BYTES,
                     is_bound=True,
-                    work=HoldWork(self._owner, tensor),
+                    work=HoldWork(
+                        self._run,
+                        tensor,
+                        messages.Run(task=id, priority=_AHEAD, format="fp32", program=program),
+                    ),
                 )
+
+    # -------------------------------------------------------------------------------------------- what devices make
 
     def reading(self, account: Account) -> Reading:
         if account not in self.readings:
-            trained = self.residents[account.column].trained
+            trained = self.held[account.shard].trained
             part = cast("dict[int, list[Rectangle]] | None", account.part)
             self.readings[account] = Reading(
-                [self._staging.made(view.area * DEVICE_BYTES) for view, _ in trained],
+                [self._operands.made(view.area * DEVICE_BYTES) for view, _ in trained],
                 {index: [Rectangle(0, view.height, 0, view.width)] for index, (view, _) in enumerate(trained)}
                 if part is None
                 else {index: list(parts) for index, parts in part.items()},
             )
         return self.readings[account]
 
+    def forget(self, what: Seat | Account) -> tuple[OperandId, ...]:
+        """What a device made for a seat or an account, which nobody asks for again."""
+        if isinstance(what, Seat):
+            return (self.states.pop(what).id,) if what in self.states else ()
+        return tuple(one.id for one in self.readings.pop(what).operands) if what in self.readings else ()
+
+    def forget_all(self) -> tuple[tuple[object, ...], tuple[OperandId, ...]]:
+        """Every seat and account there is, and what devices made for them."""
+        groups = (*self.states, *self.readings)
+        return groups, tuple(operand for what in groups for operand in self.forget(what))
+
     def _state(self, seat: Seat) -> Operand:
         if seat not in self.states:
-            self.states[seat] = self._staging.made(self.residents[seat.column].state_bytes(self.batch.sequence))
+            self.states[seat] = self._operands.made(self.held[seat.shard].demand.state_bytes)
         return self.states[seat]
-
-    def in_order(self, unit: Unit, values: Matrix) -> Iterator[tuple[Unit, Matrix]]:
-        """What can be put in its place now that a unit's result is there: chunk after chunk, however they come."""
-        seat, direction = unit.seat, unit.direction
-        waiting = self._early.setdefault((seat, direction), {})
-        place = unit.chunk if direction == "forward" else self.between.chunks - 1 - unit.chunk
-        waiting[place] = unit, values
-        while seat.done[direction] in waiting:
-            yield waiting.pop(seat.done[direction])
 
     # -------------------------------------------------------------------------------------------- programs
 
-    def unit_program(self, unit: Unit) -> Forward | Backward:
-        seat, held = unit.seat, self.residents[unit.seat.column]
-        operands: dict[str, Any] = {name: self._whole(tensor).id for name, tensor in self._tensors(unit).items()}
-        rotary = self.between.rotary(seat.sequence, unit.chunk)
-        place: dict[str, Any] = {
-            "parts": held.parts,
-            "head": held.head,
-            "state": self.states[seat].id,
-            "first_row": self.between.rows(seat.sequence, unit.chunk)[0] - seat.sequence * self.batch.sequence,
-            "sequence": self.batch.sequence,
-            "is_slice": held.is_slice,
-            "rotary_row": rotary[1] if rotary else 0,
-        }
+    def _program(self, unit: Unit) -> Program:
+        seat, held = unit.seat, self.held[unit.seat.shard]
+        read = {name: self._whole(tensor).id for name, tensor in self._tensors(unit).items()}
+        rotary = self._activations.rotary(seat.sequence, unit.chunk)
+        place = _Place(
+            parts=held.parts,
+            head=held.head,
+            state=self.states[seat].id,
+            first_row=self._activations.rows(seat.sequence, unit.chunk)[0] - seat.sequence * self._batch.sequence,
+            sequence=self._batch.sequence,
+            is_slice=seat.shard.of > 1,
+            rotary_row=rotary[1] if rotary else 0,
+        )
         if unit.direction == "forward":
-            return Forward(**place, **operands, is_silent=unit.is_silent)
+            return Forward(**place, **read, is_silent=unit.is_silent)
         accumulators = [operand.id for operand in self.readings[seat.account].operands]
         return Backward(
             **place,
-            **operands,
+            **read,
             accumulators=tuple(zip((weight for _, weight in held.trained), accumulators, strict=True)),
-            wants_dx=not unit.is_silent and self.wants_dx(seat.column),
+            wants_dx=not unit.is_silent and self.wants_dx(seat.shard),
         )
 
-    def read_program(self, account: Account, index: int) -> Collect:
-        view, _ = self.residents[account.column].trained[index]
-        accumulator = self.readings[account].operands[index]
-        return Collect(accumulator=accumulator.id, rows=view.height, cols=view.width)
-
-    def brought(self, unit: Unit) -> list[Operand]:
+    def read_by(self, unit: Unit) -> list[Operand]:
         """What a unit reads beside weights."""
         return [self._whole(tensor) for tensor in self._tensors(unit).values()]
 
     def _tensors(self, unit: Unit) -> dict[str, Tensor]:
         """What a unit reads beside weights, by the names of its program."""
-        seat, between = unit.seat, self.between
-        found = {"x": between.x(seat.column.stage, seat.sequence, unit.chunk)}
+        seat, between, stage = unit.seat, self._activations, self._stage[unit.seat.shard]
+        found = {"x": between.x(stage, seat.sequence, unit.chunk)}
         if unit.direction == "backward":
-            found["dy"] = between.dy(seat.column.stage, seat.sequence, unit.chunk)
+            found["dy"] = between.dy(stage, seat.sequence, unit.chunk)
         mask, rotary = between.mask(seat.sequence), between.rotary(seat.sequence, unit.chunk)
         targets = between.targets(seat.sequence, unit.chunk)
         if mask is not None:
             found["mask"] = mask
         if rotary is not None:
             found["rotary"] = rotary[0]
-        if targets is not None and self.residents[seat.column].head is not None:
+        if targets is not None and self.held[seat.shard].head is not None:
             found["targets"] = targets
         return found
 
     def _whole(self, tensor: Tensor) -> Operand:
-        return self._staging.slice(tensor, (0, tensor.rows), (0, tensor.cols)).operand
-
-
-def _arrangement(plan: ColumnPlan, names: tuple[str, ...]) -> object:
-    """Who holds what, and how long chunks are."""
-    stages = [
-        (stage.first, stage.count, [[names[share.device] for share in column] for column in stage.slices])
-        for stage in plan.stages
-    ]
-    return plan.chunk, stages
+        return self._operands.slice(tensor, (0, tensor.rows), (0, tensor.cols)).operand

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-import sys
 import threading
 from collections.abc import Awaitable, Callable
 from typing import cast
@@ -19,19 +18,17 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
-from threadpoolctl import ThreadpoolController
 from uvicorn.server import ServerState
 
 from cleave.errors import InputError
+from cleave.server import process_settings
 from cleave.server.admission.certificate import Certificate
 from cleave.server.admission.gate import Entrance, Limits, Say, ended, is_loopback, objection_to
 from cleave.server.admission.tokens import Keys
 from cleave.server.cluster import Cluster
-from cleave.transport.allocation import keep_freed_memory
 from cleave.transport.base import Channel
 from cleave.transport.websocket import Accepting
 
-_SWITCH_S = 5e-4  # a busy training thread then leaves the event loop waiting 0.2 ms instead of 6
 _STOP_S = 5.0
 _PATIENCE_S = 2.0  # for devices that were told goodbye, and for answers on their way
 _ADMIN_ONLY = "expected an admin token (Authorization: Bearer ...), got none or another; see cleave token --help"
@@ -75,10 +72,7 @@ class Service:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def start(self) -> None:
-        sys.setswitchinterval(_SWITCH_S)
-        keep_freed_memory()
-        # results are checked in products too small to share: threads would only spin for each other
-        ThreadpoolController().select(internal_api="openblas").limit(limits=1)
+        process_settings.acquire()
         self._thread.start()
         self._started.wait()
 
@@ -90,6 +84,7 @@ class Service:
             closing.result(_STOP_S)
         self._loop.call_soon_threadsafe(self._stopping.set)
         self._thread.join(_STOP_S)
+        process_settings.release()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)

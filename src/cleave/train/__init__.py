@@ -1,1 +1,1 @@
-"""Training in PyTorch: the only package that imports torch."""
+"""Training in PyTorch, in the only package that requires torch."""

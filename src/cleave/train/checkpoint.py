@@ -1,17 +1,17 @@
 # pyright: standard
-"""Checkpoints: all that a run needs to go on as if it had never stopped, and a model that Hugging Face loads.
+"""Checkpoints: everything a run needs to resume as if it had never stopped, and a model Hugging Face can load.
 
     checkpoints/step-000120/  model.safetensors  config.json           the model, for AutoModelForCausalLM
-                              optimizer.safetensors  optimizer.json    its tensors, and the tree they hang in
+                              optimizer.safetensors  optimizer.json    its tensors, and the tree that holds them
                               state.json                               step, data position, random states, losses
                               manifest.json                            size and checksum of each file above
 
-A directory of that name is never half-written: its files go to a sibling, `.partial-step-000120`, are forced to disk,
-and the sibling is renamed. One that makes way is renamed too before it is removed, `.replaced-` or `.removed-`. At
-whatever moment a process is killed, the manifests tell which of all these are whole, and the best of them counts.
+A directory of that name is never half-written: files go to a sibling, `.partial-step-000120`, are synced to disk, and
+the sibling is renamed. A directory to be removed is renamed first, to `.replaced-` or `.removed-`. Whenever a process
+is killed, the manifests tell which of these are complete, and the best of those counts.
 
-Nothing is pickled, so opening a stranger's checkpoint runs no code of theirs. Any torch model and optimizer will do;
-this module knows no training loop and no devices.
+Nothing is pickled, so opening a stranger's checkpoint runs no code. Works for any torch model and optimizer; knows no
+training loop and no devices.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import random
 import re
 import shutil
 import zlib
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,13 +39,13 @@ from cleave.errors import CleaveError, InputError
 
 _FORMAT: Final = 1
 _NAME: Final = re.compile(r"(?:\.(partial|replaced|removed)-)?step-(\d{6,})")
-_TRUST: Final = ("removed", "replaced", "partial", None)  # of one step, which counts if several are whole: the last
+_TRUST: Final = ("removed", "replaced", "partial", None)  # if several of one step are complete, the last kind wins
 _REQUIRED: Final = frozenset({"model.safetensors", "optimizer.safetensors", "optimizer.json", "state.json"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RandomState:
-    """Of torch's and Python's global generators."""
+    """State of torch's and Python's global random generators."""
 
     torch_bytes: bytes
     python: tuple[int, tuple[int, ...], float | None]
@@ -60,23 +61,25 @@ class RandomState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where a run stands after a finished step: what it needs beside the tensors of model and optimizer."""
+    """Position of a run after a finished step: its state apart from the tensors of model and optimizer."""
 
     step: int
     """Finished steps."""
     next_batch: int
     """Index of the first micro-batch not trained on yet."""
     losses: tuple[float, ...]
-    """Of every finished step."""
+    """One per finished step."""
     random_state: RandomState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
+    """A complete checkpoint on disk."""
+
     path: Path
     step: int
     damaged: tuple[Path, ...] = ()
-    """Newer ones that `latest` passed over."""
+    """Newer, damaged ones that `latest` skipped."""
 
 
 def path_of(run: Path, step: int) -> Path:
@@ -88,61 +91,61 @@ def save(
 ) -> Checkpoint:
     """Write a checkpoint, then remove older ones until `keep` are left.
 
-    If that fails, all that was there is still there, and the space that half of a checkpoint took is given back.
+    On failure, existing checkpoints are untouched and the space of the partial one is freed.
     """
     final = path_of(run, position.step)
-    partial = _aside(final, "partial")
+    partial = _sibling(final, "partial")
     try:
-        _settle(final.parent)
+        _recover(final.parent)
         partial.mkdir(parents=True)
         _make_room(final, _bytes_needed(model, optimizer, position), keep)
         _write_files(partial, model, optimizer, position)
         sync(partial)
-        if final.exists():  # damaged, or the same step again
-            final.rename(_aside(final, "replaced"))
+        if final.exists():  # damaged, or the same step saved again
+            final.rename(_sibling(final, "replaced"))
         partial.rename(final)
         sync(final.parent)
         sync(run)
     except (OSError, SafetensorError) as fault:
         with suppress(OSError):
-            _settle(final.parent)
+            _recover(final.parent)
         cause = fault.strerror if isinstance(fault, OSError) and fault.strerror else fault
         raise CleaveError(f"cannot write the checkpoint {final}: {cause}; make room there") from fault
     with suppress(OSError):
         for path in _surplus(final, keep):
             _remove(path)
-        _settle(final.parent)
+        _recover(final.parent)
     return Checkpoint(path=final, step=position.step)
 
 
 def latest(run: Path) -> Checkpoint | None:
-    """The newest checkpoint whose files are all there and have their checksums; None if there is none.
+    """Find the newest checkpoint whose files are complete and match their checksums; None if there is none.
 
-    It only looks, for another process may be writing there; `save` clears up.
+    Read-only, as another process may be writing there; `save` cleans up.
     """
-    passed_over: list[Path] = []
-    for found in sorted(_found(run / "checkpoints"), reverse=True):
-        if _is_whole(found.path):
-            return Checkpoint(path=found.path, step=found.step, damaged=tuple(passed_over))
-        if found.is_proper:
-            passed_over.append(found.path)
+    skipped: list[Path] = []
+    for found in sorted(_entries(run / "checkpoints"), reverse=True):
+        if _is_complete(found.path):
+            return Checkpoint(path=found.path, step=found.step, damaged=tuple(skipped))
+        if found.is_final:
+            skipped.append(found.path)
     return None
 
 
 def damaged(run: Path) -> list[Path]:
-    """What should be checkpoints and is none, the oldest first."""
-    found = sorted(one for one in _found(run / "checkpoints") if one.is_proper)
-    return [one.path for one in found if not _is_whole(one.path)]
+    """List damaged checkpoints, oldest first."""
+    found = sorted(entry for entry in _entries(run / "checkpoints") if entry.is_final)
+    return [entry.path for entry in found if not _is_complete(entry.path)]
 
 
 def restore(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Position:
-    """Fill model and optimizer in place. The random states come back in the position, for `put_back`."""
+    """Restore model and optimizer in place. Random states are returned in the position, for `put_back`."""
     path = checkpoint.path
     state = _read_json(path / "state.json")
     if state.get("format") != _FORMAT:
         found = state.get("format")
         raise InputError(f"{path} has format {found}, this Cleave reads {_FORMAT}; use the Cleave that wrote it")
-    _fill(path / "model.safetensors", _unshared(model))
+    _fill(path / "model.safetensors", _unique_tensors(model))
     with safe_open(path / "optimizer.safetensors", framework="pt") as tensors:
         tree = _unpack(_read_json(path / "optimizer.json"), tensors.get_tensor)
     try:
@@ -164,65 +167,67 @@ def restore(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.opt
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class _Found:
+class _Entry:
+    """A directory that is or was becoming a checkpoint; sorts by step, then by trust."""
+
     step: int
     trust: int
     path: Path
 
     @property
-    def is_proper(self) -> bool:
-        """Not one that was being written, replaced or removed."""
+    def is_final(self) -> bool:
+        """Whether it has its final name: not being written, replaced or removed."""
         return _TRUST[self.trust] is None
 
 
-def _found(directory: Path) -> list[_Found]:
+def _entries(directory: Path) -> list[_Entry]:
     names = [(_NAME.fullmatch(path.name), path) for path in (directory.iterdir() if directory.is_dir() else ())]
-    return [_Found(int(match[2]), _TRUST.index(match[1]), path) for match, path in names if match is not None]
+    return [_Entry(int(match[2]), _TRUST.index(match[1]), path) for match, path in names if match is not None]
 
 
-def _aside(final: Path, why: str) -> Path:
-    return final.with_name(f".{why}-{final.name}")
+def _sibling(final: Path, kind: str) -> Path:
+    return final.with_name(f".{kind}-{final.name}")
 
 
-def _settle(directory: Path) -> None:
-    """Finish what a crash or a fault broke off: a whole one without a whole namesake gets its name, the rest goes."""
-    for found in sorted(_found(directory), reverse=True):
-        if not found.is_proper:
+def _recover(directory: Path) -> None:
+    """Clean up after a crash: rename complete entries that have no complete final one, remove all others."""
+    for found in sorted(_entries(directory), reverse=True):
+        if not found.is_final:
             final = found.path.with_name(f"step-{found.step:06d}")
-            is_best = _is_whole(found.path) and not _is_whole(final)
-            if (worse := final if is_best else found.path).exists():
-                shutil.rmtree(worse)
+            is_best = _is_complete(found.path) and not _is_complete(final)
+            if (discarded := final if is_best else found.path).exists():
+                shutil.rmtree(discarded)
             if is_best:
                 found.path.rename(final)
 
 
 def _surplus(newest: Path, keep: int) -> list[Path]:
-    """Only what is older than the newest: a damaged one of a later step must not push out good ones."""
-    proper = sorted(found for found in _found(newest.parent) if found.is_proper)
-    older = [found.path for found in proper if found.step < int(newest.name.removeprefix("step-"))]
+    """Checkpoints older than `newest` beyond `keep`. Later, damaged ones do not count, lest they push out good ones."""
+    final_entries = sorted(found for found in _entries(newest.parent) if found.is_final)
+    older = [found.path for found in final_entries if found.step < int(newest.name.removeprefix("step-"))]
     return older[: max(0, len(older) - (keep - 1))]
 
 
 def _remove(path: Path) -> None:
-    """Not in its place: half of a checkpoint should not look like a damaged one."""
-    shutil.rmtree(path.rename(_aside(path, "removed")))
+    """Rename, then remove: a half-removed checkpoint should not look like a damaged one."""
+    shutil.rmtree(path.rename(_sibling(path, "removed")))
 
 
 def _make_room(final: Path, needed_bytes: float, keep: int) -> None:
-    """Where space is short, what the new one will push out goes first, but only if a whole one is left."""
+    """Remove surplus checkpoints before writing if space is short, but only if a complete one remains."""
     surplus = _surplus(final, keep)
     if surplus and shutil.disk_usage(final.parent).free < needed_bytes:
-        staying = sorted(found for found in _found(final.parent) if found.is_proper and found.path not in surplus)
-        if any(_is_whole(found.path) for found in reversed(staying)):
+        remaining = sorted(found for found in _entries(final.parent) if found.is_final and found.path not in surplus)
+        if any(_is_complete(found.path) for found in reversed(remaining)):
             for path in surplus:
                 _remove(path)
 
 
 def _bytes_needed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, position: Position) -> float:
-    """An estimate from above: the tensors, and what is written of each loss and beside all that."""
+    """Upper estimate: tensors, losses and fixed overhead."""
     tensors: dict[str, torch.Tensor] = {}
     _pack(optimizer.state_dict(), tensors, "optimizer")
-    size = sum(tensor.nbytes for tensor in (*_unshared(model).values(), *tensors.values()))
+    size = sum(tensor.nbytes for tensor in (*_unique_tensors(model).values(), *tensors.values()))
     return 1.02 * size + 24 * len(position.losses) + 2**16
 
 
@@ -230,7 +235,7 @@ def _bytes_needed(model: torch.nn.Module, optimizer: torch.optim.Optimizer, posi
 
 
 def _write_files(directory: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, position: Position) -> None:
-    _write_tensors(directory / "model.safetensors", _unshared(model))
+    _write_tensors(directory / "model.safetensors", _unique_tensors(model))
     config = getattr(model, "config", None)
     if isinstance(config, PretrainedConfig):
         config = copy.deepcopy(config)
@@ -255,14 +260,14 @@ def _write_files(directory: Path, model: torch.nn.Module, optimizer: torch.optim
         sync(file)
 
 
-def _is_whole(directory: Path) -> bool:
+def _is_complete(directory: Path) -> bool:
     try:
         manifest = _read_json(directory / "manifest.json")
         return manifest.keys() >= _REQUIRED and all(
             (directory / name).stat().st_size == size and _checksum(directory / name) == checksum
             for name, (size, checksum) in manifest.items()
         )
-    except (OSError, ValueError, TypeError, AttributeError):  # whatever a damaged manifest may hold
+    except (OSError, ValueError, TypeError, AttributeError):  # a damaged manifest may hold anything
         return False
 
 
@@ -285,8 +290,8 @@ def _read_json(path: Path) -> Any:
 # -------------------------------------------------------------------------------------------------------- tensors
 
 
-def _unshared(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's own tensors, each under the first of its names: tied ones have several, safetensors allows one."""
+def _unique_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's tensors, each under its first name only: tied ones have several, which safetensors forbids."""
     tensors: dict[tuple[object, ...], tuple[str, torch.Tensor]] = {}
     for name, tensor in model.state_dict().items():
         key = (tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else (name,)
@@ -295,7 +300,7 @@ def _unshared(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
-    """Copies only what is scattered in memory or named twice, for the tensors may fill most of it."""
+    """Write tensors, copying only those not contiguous or saved twice, as they may fill most of memory."""
     seen: set[int] = set()
     for name, tensor in tensors.items():
         if not tensor.is_contiguous() or tensor.data_ptr() in seen:
@@ -307,12 +312,14 @@ def _write_tensors(file: Path, tensors: dict[str, torch.Tensor]) -> None:
 def _fill(file: Path, tensors: dict[str, torch.Tensor]) -> None:
     with safe_open(file, framework="pt") as saved:
         if set(saved.keys()) != tensors.keys():
-            odd = sorted(set(saved.keys()) ^ tensors.keys())
-            raise InputError(f"{file} is of another model: {odd[0]} is only in one of the two; use that run's --model")
+            mismatched = sorted(set(saved.keys()) ^ tensors.keys())
+            raise InputError(
+                f"{file} is of another model: {mismatched[0]} is only in one of the two; use that run's --model"
+            )
         for name, tensor in tensors.items():
             values = saved.get_tensor(name)
             if values.shape != tensor.shape or values.dtype != tensor.dtype:
-                expected, got = (f"{list(one.shape)} {one.dtype}" for one in (tensor, values))
+                expected, got = (f"{list(each.shape)} {each.dtype}" for each in (tensor, values))
                 raise InputError(
                     f"{file}: expected {name} to be {expected}, got {got}; give that run's --model, --dtype"
                 )
@@ -320,7 +327,7 @@ def _fill(file: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def _pack(value: object, tensors: dict[str, torch.Tensor], name: str) -> object:
-    """A state_dict as JSON; tensors go aside under the path that leads to them, dicts keep their keys' types."""
+    """Convert a state_dict to JSON; tensors are set aside under their path, dicts keep their keys' types."""
     match value:
         case torch.Tensor():
             tensors[name] = value.detach()
@@ -336,7 +343,8 @@ def _pack(value: object, tensors: dict[str, torch.Tensor], name: str) -> object:
             raise CleaveError(f"cannot save {name} of the optimizer: it is a {type(value).__name__}; use another")
 
 
-def _unpack(value: Any, tensor: Any) -> Any:
+def _unpack(value: object, tensor: Callable[[str], torch.Tensor]) -> Any:
+    """Rebuild what `_pack` packed; `tensor` loads one by name."""
     match value:
         case {"tensor": name}:
             return tensor(name)

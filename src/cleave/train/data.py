@@ -1,9 +1,9 @@
 # pyright: standard
-"""Text to tokens to batches: the first stretch of the way of the data.
+"""The input pipeline: text to tokens to batches.
 
 Documents come from files, tokens from the model's own tokenizer or from plain bytes, and a batch is a pure function of
-its index, so the data position of a run is one number. This module knows nothing of models, steps or devices and needs
-no torch; transformers and pyarrow are imported only when a tokenizer or a parquet file asks for them.
+its index, so the data position of a run is one number. Knows nothing of models, steps or devices and needs no torch;
+transformers and pyarrow are imported only if a tokenizer or a parquet file needs them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PARQUET_ROWS: Final = 256
 
 
 class Tokenizer(Protocol):
-    """What turns text into token numbers below `vocab_size` and back; `separator` stands between documents."""
+    """Text to token numbers below `vocab_size` and back; `separator` goes between documents."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """A token is a UTF-8 byte; byte 0 separates documents, so NULs in a text are left out."""
+    """One token per UTF-8 byte; byte 0 separates documents, so NULs in a text are dropped."""
 
     def __init__(self) -> None:
         self.vocab_size: Final = 256
@@ -62,11 +62,11 @@ class ByteTokenizer:
 
 
 class ModelTokenizer:
-    """A Hugging Face tokenizer. It adds no special tokens, and one spelled out in a text is text like any other."""
+    """A Hugging Face tokenizer. It adds no special tokens, and treats one spelled out in a text as plain text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        # Token numbers may have holes, so that the largest exceeds the count.
+        # Token numbers may have gaps, so the largest can exceed the count.
         self.vocab_size: Final = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
         ends = (tokenizer.eos_token_id, tokenizer.bos_token_id)
         self.separator: Final = next((end for end in ends if isinstance(end, int)), 0)
@@ -74,7 +74,7 @@ class ModelTokenizer:
     def encode(self, text: str) -> Tokens:
         tokens: list[int] = []
         for piece in _pieces(text):
-            piece = piece.encode("utf-8", errors="replace").decode("utf-8")  # half a surrogate pair is no text
+            piece = piece.encode("utf-8", errors="replace").decode("utf-8")  # replaces lone surrogates
             tokens += self._tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=True, verbose=False)
         return np.array(tokens, dtype=_token_type(self.vocab_size))
 
@@ -85,7 +85,7 @@ class ModelTokenizer:
 
 
 def load_tokenizer(model_directory: Path | None) -> Tokenizer:
-    """The model's own tokenizer where its directory holds one, else bytes. Nothing is fetched from the network."""
+    """Load the model's own tokenizer if its directory has one, else use bytes. Never touches the network."""
     if model_directory is None:
         return ByteTokenizer()
     if not model_directory.is_dir():
@@ -97,7 +97,7 @@ def load_tokenizer(model_directory: Path | None) -> Tokenizer:
     advice = "complete its files, or remove them to train on bytes"
     try:
         loaded = AutoTokenizer.from_pretrained(str(model_directory), local_files_only=True)
-    except Exception as fault:  # whatever a third party's files provoke in a third party's parsers
+    except Exception as fault:  # third-party parsers on third-party files raise anything
         cause = " ".join(str(fault).split())[:200] or type(fault).__name__
         raise InputError(f"cannot load the tokenizer in {model_directory}: {cause}; {advice}") from fault
     tokenizer = ModelTokenizer(loaded)
@@ -107,7 +107,7 @@ def load_tokenizer(model_directory: Path | None) -> Tokenizer:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text cut at line ends, since a tokenizer needs a hundred bytes of working memory for a byte of text."""
+    """Cut a text at line ends, as a tokenizer needs a hundred bytes of working memory per byte of text."""
     start = 0
     while start < len(text):
         stop = start + _PIECE_CHARACTERS
@@ -122,39 +122,39 @@ def _token_type(vocab_size: int) -> type[np.uint16 | np.uint32]:
 
 
 def read_documents(path: Path) -> Iterator[str]:
-    """The documents of a text, JSONL or parquet file, or of all such files in a directory, in the order of their names.
+    """Read the documents of a text, JSONL or parquet file, or of all such files in a directory, sorted by name.
 
-    A text file is one document, a JSONL line or a parquet row is one each. In a directory, hidden and binary files
-    and __pycache__ are skipped.
+    A text file is one document; so is each JSONL line or parquet row. In a directory, hidden and binary files and
+    __pycache__ are skipped.
     """
     if path.is_dir():
         documents = (text for file in _files_below(path) for text in _documents_of(file, skip_binary=True))
-        return _at_least_one(documents, f"{path} holds no text; give a directory with text, .jsonl or .parquet files")
+        return _non_blank(documents, f"{path} holds no text; give a directory with text, .jsonl or .parquet files")
     if not path.exists():
         raise InputError(f"expected text at {path}, but there is nothing; correct --data")
-    return _at_least_one(_documents_of(path), f"{path} is empty; give a file with text")
+    return _non_blank(_documents_of(path), f"{path} is empty; give a file with text")
 
 
 def library_sources() -> Path:
-    """The directory of Python's own standard library: text that every machine with Cleave has."""
+    """Directory of Python's standard library: text that every machine with Cleave has."""
     return Path(sysconfig.get_path("stdlib"))
 
 
 def library_documents() -> Iterator[str]:
-    """The modules directly in the standard library's directory, a few megabytes, without packages below it."""
+    """Read the top-level modules of the standard library, a few megabytes, without its packages."""
     directory = library_sources()
     documents = (text for file in sorted(directory.glob("*.py")) for text in _documents_of(file, skip_binary=True))
-    return _at_least_one(documents, f"this Python has no library sources in {directory} to train on; give --data")
+    return _non_blank(documents, f"this Python has no library sources in {directory} to train on; give --data")
 
 
-def _at_least_one(documents: Iterable[str], complaint: str) -> Iterator[str]:
-    """The documents that are not blank."""
-    came = False
+def _non_blank(documents: Iterable[str], complaint: str) -> Iterator[str]:
+    """Yield the documents that are not blank; raise InputError if there are none."""
+    has_any = False
     for document in documents:
         if document and not document.isspace():
-            came = True
+            has_any = True
             yield document
-    if not came:
+    if not has_any:
         raise InputError(complaint)
 
 
@@ -168,7 +168,7 @@ def _files_below(directory: Path) -> Iterator[Path]:
             continue
         if entry.is_file():
             yield entry
-        elif entry.is_dir() and not entry.is_symlink():  # links to directories can form circles
+        elif entry.is_dir() and not entry.is_symlink():  # links to directories can form cycles
             yield from _files_below(entry)
 
 
@@ -190,7 +190,7 @@ def _documents_of(file: Path, *, skip_binary: bool = False) -> Iterator[str]:
 
 
 def _text(file: Path) -> str | None:
-    """None for a binary file, told by its opening so that a large one is not read."""
+    """Read a text file; None if it is binary, judged by its first bytes so that a large one is not read."""
     with file.open("rb") as stream:
         raw = stream.read(_SNIFFED_BYTES)
         if b"\0" in raw:
@@ -211,17 +211,17 @@ def _jsonl(file: Path) -> Iterator[str]:
             try:
                 value = json.loads(line.decode("utf-8"))
             except (ValueError, RecursionError):
-                came = "it is not JSON"
+                problem = "it is not JSON"
             else:
                 fields = [value.get(key) for key in _TEXT_KEYS] if isinstance(value, dict) else [value]
                 text = next((field for field in fields if isinstance(field, str)), None)
                 if text is not None:
                     yield text
                     continue
-                came = "the object has neither" if isinstance(value, dict) else f"it is a {type(value).__name__}"
+                problem = "the object has neither" if isinstance(value, dict) else f"it is a {type(value).__name__}"
             raise InputError(
                 f"{file}, line {number}: expected an object with a string under 'text' or 'content', or a string, "
-                f"but {came}; correct that line or leave it out"
+                f"but {problem}; correct that line or leave it out"
             )
 
 
@@ -260,7 +260,7 @@ def _text_column(schema: pyarrow.Schema, file: Path) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Corpus:
-    """A text as one row of tokens, read-only."""
+    """A text as one read-only array of tokens."""
 
     tokens: Tokens
 
@@ -274,9 +274,9 @@ class Corpus:
 
 
 def open_corpus(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
-    """The documents' tokens with a separator between each two; two bytes a token up to a vocabulary of 65,536, else 4.
+    """Tokenize and join documents, with separators; 2 bytes per token up to a vocabulary of 65,536, else 4.
 
-    One buffer grows in place, so that memory holds the tokens once, and one document.
+    One buffer grows in place, so memory holds the tokens once, plus one document.
     """
     kind = _token_type(tokenizer.vocab_size)
     separator = kind(tokenizer.separator).tobytes()
@@ -293,10 +293,10 @@ def open_corpus(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
 
 
 def split(corpus: Corpus, sequence: int, share: float = 0.05, at_most_sequences: int = 64) -> tuple[Corpus, Corpus]:
-    """The part to train on, and the tail to evaluate on: disjoint views of the corpus.
+    """Split into the part to train on and the tail to evaluate on, as disjoint views of the corpus.
 
-    The tail holds a whole number of sequences and the token after them: the share, but at least one sequence where the
-    training part keeps one too. Where there is room for only one, or share is 0, it is empty.
+    The tail is a whole number of sequences plus one token: `share` of the corpus, but at least one sequence if training
+    keeps one too. It is empty if the corpus holds only one sequence or `share` is 0.
     """
     _check_sequence(corpus, sequence)
     if not 0 <= share < 1:
@@ -304,18 +304,18 @@ def split(corpus: Corpus, sequence: int, share: float = 0.05, at_most_sequences:
     wanted = max(1, int(share * len(corpus)) // sequence) if share > 0 else 0
     room = (len(corpus) - (sequence + 1) - 1) // sequence
     sequences = max(0, min(wanted, room, at_most_sequences))
-    border = len(corpus) - (sequences * sequence + 1 if sequences else 0)
-    return Corpus(tokens=corpus.tokens[:border]), Corpus(tokens=corpus.tokens[border:])
+    boundary = len(corpus) - (sequences * sequence + 1 if sequences else 0)
+    return Corpus(tokens=corpus.tokens[:boundary]), Corpus(tokens=corpus.tokens[boundary:])
 
 
 class Batches:
-    """Endless batches over a corpus; the state is only a cache, and `batch(index)` depends on nothing but its index.
+    """Endless batches over a corpus. `batch(index)` is a pure function of its index; the only state is a cache.
 
-    An epoch cuts the corpus into windows of sequence + 1 tokens at stride sequence, from a phase drawn anew, and visits
-    each window once in shuffled order; no token is predicted twice in an epoch. So that an index tells its epoch at
-    once, all epochs have the same number of windows: up to two sequences at the ends stay unread, others each time.
-    Phase and order come from raw Philox numbers, which, unlike `Generator.permutation`, are the same in every version
-    of numpy: a run resumed elsewhere reads on where it stopped.
+    An epoch cuts the corpus into windows of sequence + 1 tokens at stride `sequence`, from a random phase, and visits
+    each window once in shuffled order; no token is predicted twice in an epoch. All epochs have the same number of
+    windows, so that an index determines its epoch; up to two sequences at the ends stay unread, different ones each
+    epoch. Phase and order come from raw Philox numbers, which, unlike `Generator.permutation`, are the same in every
+    version of numpy, so a run resumed elsewhere continues with the same data.
     """
 
     def __init__(self, corpus: Corpus, sequence: int, batch: int, seed: int) -> None:
@@ -329,20 +329,20 @@ class Batches:
         self._epoch: tuple[int, Ints] = (0, self._starts_of(0))
 
     def batch(self, index: int) -> Ints:
-        """Batch number index, counted from 0, of shape [batch, sequence + 1]; batches flow over epoch borders."""
+        """Return batch `index`, counted from 0, of shape [batch, sequence + 1]; batches may span epochs."""
         assert index >= 0
         parts: list[Ints] = []
         window, stop = index * self._batch, (index + 1) * self._batch
         while window < stop:
-            epoch, place = divmod(window, self.windows_per_epoch)
+            epoch, offset = divmod(window, self.windows_per_epoch)
             if self._epoch[0] != epoch:
                 self._epoch = (epoch, self._starts_of(epoch))
-            parts.append(self._epoch[1][place : place + stop - window])
+            parts.append(self._epoch[1][offset : offset + stop - window])
             window += len(parts[-1])
         return _windows(self._corpus, np.concatenate(parts), self._sequence)
 
     def _starts_of(self, epoch: int) -> Ints:
-        """Where the windows of an epoch start, in the order of their visit."""
+        """Start positions of an epoch's windows, in visiting order."""
         key = np.array([self._seed, epoch], dtype=np.uint64)
         raw = np.random.Philox(key=key).random_raw(1 + self.windows_per_epoch)
         spare = len(self._corpus) - 1 - self.windows_per_epoch * self._sequence
@@ -351,7 +351,7 @@ class Batches:
 
 
 def evaluation_batches(corpus: Corpus, sequence: int, batch: int) -> Iterator[Ints]:
-    """The corpus' windows in order, `batch` at a time; the last batch may be smaller, an empty corpus has none."""
+    """Yield the windows in order, `batch` at a time; the last batch may be smaller, an empty corpus has none."""
     starts = np.arange(0, len(corpus) - sequence, sequence, dtype=np.int64)
     for first in range(0, len(starts), batch):
         yield _windows(corpus, starts[first : first + batch], sequence)

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Ctrl-C and a polite kill, kept out of the few lines that must not be broken off."""
+"""Defer SIGINT and SIGTERM past the few lines that must not be interrupted."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from types import FrameType
 
 
 class Interrupts:
-    """Ctrl-C and a polite kill as KeyboardInterrupt, at once or, where held, right after.
+    """Raise SIGINT and SIGTERM as KeyboardInterrupt, at once or at the end of a `held` block.
 
-    Python swallows what is raised while an object is finalized, and a training step finalizes thousands. So an
-    interrupt stays pending until it is `taken`, and comes again after the next lines that hold it.
+    Python swallows exceptions raised while an object is finalized, and a training step finalizes thousands. So an
+    interrupt stays pending until `taken` is called, and is raised again after the next held block.
     """
 
     def __init__(self) -> None:
@@ -34,6 +34,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
+        """Defer interrupts to the end of the block."""
         self._held = True
         try:
             yield
@@ -43,7 +44,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def taken(self) -> None:
-        """Whoever caught the KeyboardInterrupt acts on it now."""
+        """Acknowledge a caught KeyboardInterrupt, so that it is not raised again."""
         self._pending = False
 
     def _arrived(self, number: int, frame: FrameType | None) -> None:

@@ -1,9 +1,9 @@
 # pyright: standard
-"""The training loop: text and a model in, steps of AdamW, checkpoints and an exported model out.
+"""The training loop: text and a model in; AdamW steps, checkpoints and an exported model out.
 
-It is a plain PyTorch loop. Devices come in only through `wrap`, which may change how the model computes but not what,
-and `traffic`, whose running totals are reported with each step. Parameters change nowhere but in the optimizer's step,
-so whatever goes wrong elsewhere (a vanished fleet, a NaN, Ctrl-C), the last finished step is still there to be saved.
+A plain PyTorch loop. Devices enter only through `wrap`, which may change how the model computes but not what, and
+`traffic`, whose running totals are reported with each step. Parameters change only in the optimizer's step, so after
+any failure elsewhere (a vanished fleet, a NaN, Ctrl-C) the last finished step can still be saved.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from cleave.train.data import (
 )
 from cleave.train.interrupts import Interrupts
 from cleave.train.models import build_model, export, generate_text, load_directory, positions
-from cleave.train.offload import decoder as stack
+from cleave.train.offload import decoder
 from cleave.train.tensorboard import with_tensorboard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
-    """What the fleet has done so far: `devices` are those there now, the others are totals since the start."""
+    """A snapshot of the fleet: devices connected now, and totals since the start."""
 
     devices: int = 0
     down_bytes: int = 0
@@ -58,22 +58,24 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
+    """The outcome of a run."""
+
     step: int
-    """Finished steps, those before a resume included."""
+    """Finished steps, including those before a resume."""
     reason: str
     """`done` or `interrupted`."""
     losses: tuple[float, ...]
     evaluation_loss: float | None
     tokens: int
-    """Trained on since this start."""
+    """Trained on since this start or resume."""
     seconds: float
     parameters: int
     checkpoint: Path | None
     exported: Path | None
-    """Where the finished model is, for AutoModelForCausalLM.from_pretrained."""
+    """Path of the finished model, for AutoModelForCausalLM.from_pretrained."""
     prompt: str
     sample: str
-    """What the finished model wrote after the prompt, which is held-back text."""
+    """The finished model's continuation of the prompt, which is held-out text."""
 
 
 def run(
@@ -86,7 +88,7 @@ def run(
     resume: bool,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Summary:
-    """Train as configured. All input is checked before `wrap` is called, so that may be what starts the fleet."""
+    """Train as configured. All input is validated before `wrap` is called, so `wrap` may start the fleet."""
     found = saving.find(run_directory, resume=resume)
     documents = library_documents() if config.data is None else read_documents(config.data)
     model, model_directory = build_model(config.model, config.dtype, config.seed)
@@ -102,7 +104,7 @@ def run(
         reason = trainer.train(wrap(model), stack.enter_context(Interrupts()))
         exported, prompt, sample = None, "", ""
         if reason == "done":
-            exported = _exported(model, model_directory, run_directory)
+            exported = _export(model, model_directory, run_directory)
             if config.sample:
                 trainer.drop_optimizer()
                 prompt = _prompt(tokenizer.decode((evaluation.tokens if len(evaluation) else training.tokens)[:256]))
@@ -111,16 +113,16 @@ def run(
 
 
 def learning_rate(config: TrainConfig, step: int) -> float:
-    """Of a step counted from 1: up in a line over the warm-up, then down a cosine to its minimum at the last step."""
+    """Learning rate of a step, counted from 1: linear warm-up, then cosine decay to the minimum at the last step."""
     if step <= config.warmup_steps:
         return config.learning_rate * step / config.warmup_steps
-    way = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
-    lowest = config.minimum_learning_rate_share
-    return config.learning_rate * (lowest + (1 - lowest) * (1 + math.cos(math.pi * way)) / 2)
+    progress = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
+    floor = config.minimum_learning_rate_share
+    return config.learning_rate * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
 
 
 class _Trainer:
-    """Guards what a run changes: the parameters, the optimizer, and the position that belongs to both."""
+    """The mutable state of a run: parameters, optimizer, and the position that matches them."""
 
     def __init__(
         self,
@@ -175,10 +177,10 @@ class _Trainer:
             self._observe(Note(text="there is no checkpoint yet, so the run starts again from its first step"))
 
     def train(self, forward: torch.nn.Module, interrupts: Interrupts) -> str:
-        """Step after step to the last; `done`, or `interrupted` with a checkpoint of the last finished step."""
+        """Train to the last step; return `done`, or `interrupted` with a checkpoint of the last finished step."""
         config, self._forward = self._config, forward
         forward.train()
-        self._overlaps = config.overlap and self._overlap(forward)
+        self._overlaps = config.overlap and self._enable_overlap(forward)
         reason = "stopped"
         try:
             while (step := self._position.step) < config.steps:
@@ -192,14 +194,14 @@ class _Trainer:
             reason = "done"
         except KeyboardInterrupt:
             interrupts.taken()
-            with interrupts.held():  # who presses Ctrl-C twice is in a hurry, but does not mean to lose work
-                self._saver.save(self._last_whole())
+            with interrupts.held():  # a second Ctrl-C must not lose the checkpoint
+                self._saver.save(self._last_finished())
                 again = f"cleave train --resume --out {self._directory}"
                 self._observe(Note(text=f"stopped after step {self._position.step}; go on with: {again}"))
             reason = "interrupted"
         except Exception as fault:
             reason = str(fault) or type(fault).__name__
-            self._saver.attempt(self._last_whole())  # the first fault is the one to report
+            self._saver.attempt(self._last_finished())  # report the original fault, not a failed save
             raise
         finally:
             losses = self._position.losses
@@ -207,24 +209,24 @@ class _Trainer:
             self._observe(RunFinished(step=self._position.step, loss=loss, reason=reason))
         return reason
 
-    def _overlap(self, forward: torch.nn.Module) -> bool:
-        """Whether weights may be updated one by one; if not, it is said why."""
+    def _enable_overlap(self, forward: torch.nn.Module) -> bool:
+        """Set up per-parameter updates during backward if possible, else report why not; return whether it is."""
         if self._config.clip:
             reason = f"gradients are clipped by the norm of all (clip {self._config.clip:g}; 0 is none)"
         elif self._config.accumulate > 1:
             reason = f"a step is the sum of {self._config.accumulate} micro-batches"
         else:
-            reason = stack.overlap(forward, self._optimizer)
+            reason = decoder.overlap(forward, self._optimizer)
         if reason is not None:
             self._observe(Note(text=f"weights are updated as a whole at the end of a step: {reason}"))
         return reason is None
 
-    def _last_whole(self) -> Position | None:
-        """The last finished step; None if the optimizer broke off in the middle of one."""
+    def _last_finished(self) -> Position | None:
+        """The last finished step; None if the optimizer was interrupted in the middle of an update."""
         return None if self._updating else self._position
 
     def _step(self, interrupts: Interrupts) -> None:
-        """One update from the mean gradient of its micro-batches."""
+        """Run one update from the mean gradient of its micro-batches."""
         config, before, start_s = self._config, self._traffic(), self._clock()
         step, first = self._position.step + 1, self._position.next_batch
         batches = [self._batches.batch(index) for index in range(first, first + config.accumulate)]
@@ -232,12 +234,12 @@ class _Trainer:
         rate = learning_rate(config, step)
         for group in self._optimizer.param_groups:
             group["lr"] = rate
-        self._updating = self._overlaps  # then backward updates weights
-        loss = math.fsum(self._in_flight(batches)) / config.accumulate
+        self._updating = self._overlaps  # backward already updates weights then
+        loss = math.fsum(self._run_micro_batches(batches)) / config.accumulate
         norm = float(clip_grad_norm_(self._model.parameters(), config.clip or math.inf))
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise self._diverged(step, loss, norm)
-        with interrupts.held():  # half an update is no state to save, and a whole one is to be told
+        with interrupts.held():  # half an update cannot be saved, and a finished one must be reported
             self._updating = True
             self._optimizer.step()
             self._position = Position(
@@ -264,15 +266,15 @@ class _Trainer:
                 )
             )
 
-    def _in_flight(self, batches: list[NDArray]) -> list[float]:
-        """The losses of the micro-batches, in order; their gradients add up in `.grad`, which autograd guards."""
+    def _run_micro_batches(self, batches: list[NDArray]) -> list[float]:
+        """Return the micro-batches' losses, in order. Gradients accumulate in `.grad`, which autograd synchronizes."""
         if self._config.in_flight == 1 or len(batches) == 1:
             return [self._micro_batch(batch) for batch in batches]
         pool = ThreadPoolExecutor(self._config.in_flight, "micro-batch")
         try:
             return list(pool.map(self._micro_batch, batches))
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)  # after a fault, the others may wait for devices for long
+            pool.shutdown(wait=False, cancel_futures=True)  # after a fault, the others may wait long for devices
 
     def _micro_batch(self, batch: NDArray) -> float:
         loss = self._loss(batch)
@@ -280,15 +282,17 @@ class _Trainer:
         return loss.item()
 
     def _loss(self, batch: NDArray) -> torch.Tensor:
-        """Of the next words; the model's own where devices may compute it, so that logits need not be here."""
+        """Next-token loss; the model's own if devices can compute it, as logits then never reach the server."""
         tokens = torch.from_numpy(batch)
-        words = tokens[:, 1:].contiguous()
-        # Autocast is set per thread, so here and not around the step.
+        targets = tokens[:, 1:].contiguous()
+        # Autocast is per thread, so it is set here and not around the step.
         with torch.autocast("cpu", torch.bfloat16) if self._config.autocast else nullcontext():
-            if stack.gives_loss(self._forward):
-                return self._forward(input_ids=tokens[:, :-1], labels=words, shift_labels=words, use_cache=False).loss
+            if decoder.gives_loss(self._forward):
+                return self._forward(
+                    input_ids=tokens[:, :-1], labels=targets, shift_labels=targets, use_cache=False
+                ).loss
             logits = self._forward(input_ids=tokens[:, :-1], use_cache=False).logits
-        return cross_entropy(logits.float().flatten(0, 1), words.flatten())
+        return cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def _evaluate(self) -> None:
@@ -308,16 +312,18 @@ class _Trainer:
 
     def _diverged(self, step: int, loss: float, norm: float) -> CleaveError:
         self._saver.attempt(self._position)
-        came = f"the loss of step {step} is {loss}" if not math.isfinite(loss) else f"step {step}'s gradient is {norm}"
+        problem = (
+            f"the loss of step {step} is {loss}" if not math.isfinite(loss) else f"step {step}'s gradient is {norm}"
+        )
         lower = f"--learning-rate {self._config.learning_rate / 3:.1g}"
         advice = f"start again with {lower}"
         if (saved := self._saver.saved) is not None:
             again = f"cleave train --resume --out {self._directory} {lower}"
             advice = f"step {saved.step} is saved in {saved.path}; go on with: {again}"
-        return CleaveError(f"{came}, not a finite number, so training stopped before it spoiled the model; {advice}")
+        return CleaveError(f"{problem}, not a finite number, so training stopped before it spoiled the model; {advice}")
 
     def drop_optimizer(self) -> None:
-        """Make room: with the gradients it is three times the model."""
+        """Free optimizer state and gradients, three times the size of the model."""
         self._optimizer.zero_grad(set_to_none=True)
         self._optimizer.state.clear()
 
@@ -342,20 +348,20 @@ def _check_fit(config: TrainConfig, model: PreTrainedModel, corpus: Corpus) -> N
         raise InputError(f"{config.model} has {positions(model)} positions, got {config.sequence}; lower --sequence")
     tokens, rows = int(corpus.tokens.max()) + 1, model.get_input_embeddings().num_embeddings
     if not isinstance(rows, int) or tokens > rows:
-        came = f"the text has token numbers up to {tokens - 1}"
-        raise InputError(f"{came}, {config.model} knows {rows}; give the tokenizer that belongs to it")
+        problem = f"the text has token numbers up to {tokens - 1}"
+        raise InputError(f"{problem}, {config.model} knows {rows}; give the tokenizer that belongs to it")
 
 
-def _exported(model: PreTrainedModel, model_directory: Path | None, run_directory: Path) -> Path:
+def _export(model: PreTrainedModel, model_directory: Path | None, run_directory: Path) -> Path:
     try:
         return export(model, model_directory, run_directory / "model")
     except (OSError, SafetensorError) as fault:
-        came = f"the training is done and saved, but its model cannot be written: {fault}"
-        raise CleaveError(f"{came}; make room, then: cleave train --resume --out {run_directory}") from None
+        problem = f"the training is done and saved, but its model cannot be written: {fault}"
+        raise CleaveError(f"{problem}; make room, then: cleave train --resume --out {run_directory}") from None
 
 
 def _prompt(text: str) -> str:
-    """Two whole lines, or the first words of a text that has none."""
+    """Return two whole lines, or the first characters of a text without line ends."""
     return "".join(text.splitlines(keepends=True)[1:3]) or text[:40]
 
 

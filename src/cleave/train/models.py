@@ -1,9 +1,9 @@
 # pyright: standard
-"""A model by name: tiny presets, the named shapes of `core/shapes.py`, a model directory, or a Hugging Face name.
+"""Models by name: tiny presets, the named shapes of `core/model/shapes.py`, a directory, or a Hugging Face name.
 
-Presets and named shapes get random weights drawn from the seed; the others bring their own. What comes out is a plain
-Hugging Face causal language model on the CPU; `export` writes a trained one, `generate_text` lets it write. Nothing
-here knows of devices, batches or steps.
+Presets and named shapes get random weights drawn from the seed; the others bring their own. The result is a plain
+Hugging Face causal language model on the CPU. `export` writes a trained one, `generate_text` samples from it. Knows
+nothing of devices, batches or steps.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ _TOKENIZER_FILES: Final = (
     "chat_template.jinja",
 )
 
-transformers_logging.disable_progress_bar()  # its bars would run through the live view of a run
+transformers_logging.disable_progress_bar()  # they would garble the live view of a run
 
 
 def build_model(name: str, dtype: Dtype, seed: int) -> tuple[PreTrainedModel, Path | None]:
-    """The model, without a key/value cache, and the directory of its files if it has one (for its tokenizer)."""
+    """Build or load a model, with its KV cache disabled; also return its directory, if any, for the tokenizer."""
     fields = _config_fields(name)
     if fields is not None:
         with torch.random.fork_rng(devices=[]):
@@ -59,12 +59,12 @@ def build_model(name: str, dtype: Dtype, seed: int) -> tuple[PreTrainedModel, Pa
 
 
 def load_directory(directory: Path, dtype: Dtype | None = None) -> PreTrainedModel:
-    """The model in a directory that `save_pretrained` or a checkpoint wrote, in its own dtype if none is given."""
+    """Load a model written by `save_pretrained` or a checkpoint, in its own dtype by default."""
     return _from_pretrained(str(directory), "auto" if dtype is None else TORCH_DTYPES[dtype], local_files_only=True)
 
 
 def export(model: PreTrainedModel, model_directory: Path | None, target: Path) -> Path:
-    """Write the finished model and its tokenizer where a crash leaves either nothing or all of it."""
+    """Write the finished model and its tokenizer, atomically: a crash leaves all or nothing."""
     partial = target.with_name(f".partial-{target.name}")
     shutil.rmtree(partial, ignore_errors=True)
     model.config.use_cache = True
@@ -77,13 +77,13 @@ def export(model: PreTrainedModel, model_directory: Path | None, target: Path) -
 
 
 def generate_text(model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, length: int, seed: int) -> str:
-    """Up to `length` tokens that the model writes after the prompt, drawn with a fixed temperature and the seed."""
+    """Sample up to `length` tokens after the prompt, at a fixed temperature, from the seed."""
     start = torch.tensor([tokenizer.encode(prompt).tolist() or [tokenizer.separator]])
-    room = min(length, positions(model) - start.shape[1])
-    if room < 1:
+    limit = min(length, positions(model) - start.shape[1])
+    if limit < 1:
         return ""
     settings = GenerationConfig(
-        do_sample=True, temperature=0.8, max_new_tokens=room, pad_token_id=tokenizer.separator, use_cache=True
+        do_sample=True, temperature=0.8, max_new_tokens=limit, pad_token_id=tokenizer.separator, use_cache=True
     )
     model.eval()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -91,26 +91,26 @@ def generate_text(model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, len
         mask = torch.ones_like(start)
         tokens = model.generate(start, attention_mask=mask, generation_config=settings)  # pyright: ignore[reportCallIssue]
     assert isinstance(tokens, torch.Tensor)
-    written = tokens[0, start.shape[1] :]
-    # A model may have more tokens than its tokenizer: the named sizes trained on bytes do.
-    return tokenizer.decode(written[written < tokenizer.vocab_size].numpy())
+    generated = tokens[0, start.shape[1] :]
+    # A model may know more tokens than its tokenizer, such as a named shape trained on bytes.
+    return tokenizer.decode(generated[generated < tokenizer.vocab_size].numpy())
 
 
 def positions(model: PreTrainedModel) -> int:
-    """How long a sequence may be, as far as the model says."""
+    """Longest sequence the model declares."""
     positions = getattr(model.config, "max_position_embeddings", None)
     return positions if isinstance(positions, int) and positions > 0 else 1 << 40
 
 
 def _config_fields(name: str) -> Mapping[str, object] | None:
-    """The config.json of a name that needs no files; None if it is no such name."""
+    """Return the fields of config.json for a preset or named shape; None for other names."""
     key = name.lower()
     if key in _TINY:
         return _TINY[key]
-    return _of_shape(named(key)) if key in PRESET_NAMES else None
+    return _shape_fields(named(key)) if key in PRESET_NAMES else None
 
 
-_FOR_BYTES: Final[Mapping[str, object]] = {
+_BYTE_VOCABULARY: Final[Mapping[str, object]] = {
     "vocab_size": 256,
     "bos_token_id": None,
     "eos_token_id": None,
@@ -120,7 +120,7 @@ _FOR_BYTES: Final[Mapping[str, object]] = {
 
 def _byte_llama(hidden: int, ffn: int, layers: int, heads: int) -> Mapping[str, object]:
     return {
-        **_FOR_BYTES,
+        **_BYTE_VOCABULARY,
         "model_type": "llama",
         "hidden_size": hidden,
         "intermediate_size": ffn,
@@ -128,7 +128,7 @@ def _byte_llama(hidden: int, ffn: int, layers: int, heads: int) -> Mapping[str, 
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
         "max_position_embeddings": 1024,
-        # So narrow a model learns visibly faster in its first hundred steps from weights wider than the usual 0.02.
+        # A model this narrow learns visibly faster in its first hundred steps than with the usual 0.02.
         "initializer_range": 0.05,
     }
 
@@ -137,7 +137,7 @@ _TINY: Final[Mapping[str, Mapping[str, object]]] = {
     "demo": _byte_llama(hidden=256, ffn=768, layers=4, heads=4),
     "tiny-llama": _byte_llama(hidden=64, ffn=192, layers=2, heads=2),
     "tiny-opt": {
-        **_FOR_BYTES,
+        **_BYTE_VOCABULARY,
         "model_type": "opt",
         "hidden_size": 64,
         "word_embed_proj_dim": 64,
@@ -148,7 +148,7 @@ _TINY: Final[Mapping[str, Mapping[str, object]]] = {
         "dropout": 0.0,
     },
     "tiny-gpt2": {
-        **_FOR_BYTES,
+        **_BYTE_VOCABULARY,
         "model_type": "gpt2",
         "n_embd": 64,
         "n_layer": 2,
@@ -163,8 +163,8 @@ _TINY: Final[Mapping[str, Mapping[str, object]]] = {
 MODEL_NAMES: Final[tuple[str, ...]] = (*_TINY, *PRESET_NAMES)
 
 
-def _of_shape(shape: ModelShape) -> Mapping[str, object]:
-    both = {
+def _shape_fields(shape: ModelShape) -> Mapping[str, object]:
+    common = {
         "model_type": shape.family,
         "vocab_size": shape.vocab,
         "hidden_size": shape.hidden,
@@ -175,16 +175,16 @@ def _of_shape(shape: ModelShape) -> Mapping[str, object]:
     }
     match shape.family:
         case "llama":
-            own = {"intermediate_size": shape.ffn, "num_key_value_heads": shape.kv_heads, "rms_norm_eps": 1e-5}
+            specific = {"intermediate_size": shape.ffn, "num_key_value_heads": shape.kv_heads, "rms_norm_eps": 1e-5}
         case "opt":
-            own = {
+            specific = {
                 "ffn_dim": shape.ffn,
                 "word_embed_proj_dim": shape.embed_dim,
                 "do_layer_norm_before": shape.final_norm,
             }
         case _:
             raise AssertionError(f"no named shape is of the family {shape.family}")
-    return both | own
+    return common | specific
 
 
 def _load(name: str, dtype: Dtype) -> tuple[PreTrainedModel, Path]:
@@ -198,7 +198,7 @@ def _load(name: str, dtype: Dtype) -> tuple[PreTrainedModel, Path]:
     try:
         files = Path(snapshot_download(name, allow_patterns=["config.json", *_TOKENIZER_FILES]))
     except (OSError, ValueError) as fault:
-        raise ModelError(_unknown(name, fault)) from None
+        raise ModelError(_unknown_model_message(name, fault)) from None
     return _from_pretrained(name, TORCH_DTYPES[dtype]), files
 
 
@@ -207,12 +207,12 @@ def _from_pretrained(
 ) -> PreTrainedModel:
     try:
         return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=local_files_only)
-    except Exception as fault:  # whatever a third party's files provoke in a third party's parsers
+    except Exception as fault:  # third-party parsers on third-party files raise anything
         cause = " ".join(str(fault).split())[:200] or type(fault).__name__
         raise ModelError(f"cannot load a causal language model from {source}: {cause}; check its files") from fault
 
 
-def _unknown(name: str, fault: Exception) -> str:
+def _unknown_model_message(name: str, fault: Exception) -> str:
     close = difflib.get_close_matches(name.lower(), MODEL_NAMES, n=3, cutoff=0.6)
     presets = f"the nearest are {', '.join(close)}" if close else f"those are {', '.join(MODEL_NAMES)}"
     if isinstance(fault, ValueError):

@@ -1,8 +1,8 @@
 # pyright: standard
-"""The events of a run as TensorBoard's curves, where TensorBoard is installed.
+"""Write the events of a run as TensorBoard curves, if TensorBoard is installed.
 
 TensorBoard's own writer hands records to a thread, which dies with a traceback when the disk is full and then fails
-the caller. Its format is simple, so records go through `AppendedFile` here, which waits for room instead.
+the caller. The format is simple, so records go through `AppendedFile` instead, which waits for free space.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cleave.events import AnyEvent, Evaluated, Listener, StepDone
 
 @contextmanager
 def with_tensorboard(run_directory: Path, observe: Listener, first_step: int) -> Iterator[Listener]:
-    """A listener that tells both. What an earlier process wrote of steps after `first_step` is not shown any more."""
+    """Yield a listener that also writes TensorBoard records; curves of an earlier process are cut at `first_step`."""
     try:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
@@ -28,7 +28,7 @@ def with_tensorboard(run_directory: Path, observe: Listener, first_step: int) ->
     except ImportError:
         yield observe
         return
-    name = f"events.out.tfevents.{time.time_ns()}.{platform.node()}.{os.getpid()}"  # a new one for each process
+    name = f"events.out.tfevents.{time.time_ns()}.{platform.node()}.{os.getpid()}"  # one file per process
     file = AppendedFile(run_directory / "tensorboard" / name)
     records = RecordWriter(file)
 

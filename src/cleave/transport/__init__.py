@@ -1,1 +1,1 @@
-"""Channels: how byte strings get from one side to the other. They know framing, not meaning."""
+"""Channels carry byte strings between a server and a device. They know framing, not meaning."""

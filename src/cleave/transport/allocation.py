@@ -1,25 +1,42 @@
-"""Freed memory is kept for the next message: fresh pages cost more than copying into used ones (docs/log.md)."""
+"""Keep freed memory for the next message: fresh pages cost more than copying into used ones (docs/log.md)."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
+from collections.abc import Callable
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # names of glibc's malloc.h
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # mallopt parameters, from glibc's malloc.h
 _LARGEST_KEPT_BYTES = 256 << 20
+_DEFAULT_BYTES = 128 << 10
+"""Default of both thresholds in glibc."""
 
 
 def keep_freed_memory(*, one_arena: bool = False) -> bool:
-    """Have malloc reuse large buffers instead of returning them; False where malloc has no such setting.
+    """Have malloc reuse large buffers instead of returning them to the system; return False if it cannot.
 
-    Only the first arena keeps what it has, so a process of few threads should have no other.
+    The setting only works for the main arena, so a process with few threads should use `one_arena`.
     """
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):  # another C library
+    mallopt = _mallopt()
+    if mallopt is None:
         return False
     if one_arena:
         mallopt(_ARENA_MAX, 1)
     return bool(mallopt(_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES) and mallopt(_TRIM_THRESHOLD, 2 * _LARGEST_KEPT_BYTES))
+
+
+def return_freed_memory() -> None:
+    """Have malloc return large buffers again, as it does by default."""
+    mallopt = _mallopt()
+    if mallopt is not None:
+        mallopt(_MMAP_THRESHOLD, _DEFAULT_BYTES)
+        mallopt(_TRIM_THRESHOLD, _DEFAULT_BYTES)
+
+
+def _mallopt() -> Callable[[int, int], int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    try:
+        return ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):  # not glibc
+        return None

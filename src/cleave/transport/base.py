@@ -1,8 +1,8 @@
-"""A channel: byte strings in order, both ways, until one side closes; and messages over it.
+"""The channel interface: ordered byte strings in both directions until one side closes, and messages on top.
 
-Implementations give three verbs (`_send`, `_receive`, `_close`); framing, limits and the clock of a link are here,
-once. A channel is used from one event loop: any number of senders, one receiver. A server's end begins guarded: who has
-not yet said who it is may send headers and nothing else, so a stranger costs no more memory than a header has.
+Implementations provide three verbs, `_send`, `_receive` and `_close`; framing, limits and link timing live here, once.
+A channel belongs to one event loop, with any number of senders and one receiver. The server's end starts guarded: until
+the peer is admitted it may send only headers, so a stranger cannot claim more memory than one header.
 """
 
 from __future__ import annotations
@@ -20,40 +20,43 @@ from cleave.protocol.messages import AnyMessage
 
 @dataclass(frozen=True, slots=True)
 class Received:
+    """A message, its payload, and what receiving it says about the link."""
+
     message: AnyMessage
     payload: Buffer
     link_s: float
-    """From the header's arrival to the payload's end: how long the link was busy with it."""
+    """Seconds from the arrival of the header to the end of the payload."""
 
 
 class Channel(ABC):
-    """`send` waits while the other side is slow; `receive` raises ConnectionLost when it is over."""
+    """One end of a connection. `send` waits for a slow peer; both raise ConnectionLost once it is closed."""
 
     def __init__(self, *, guarded: bool = False, address: str = "") -> None:
         self.address = address
-        """Where the other side is, as the network tells; empty within a process."""
+        """The peer's network address; empty within a process."""
         self._assembler = Assembler(0 if guarded else PAYLOAD_BYTES)
         self._heard_s: float | None = None
         self._sending = asyncio.Lock()
-        self._torn = False
+        self._is_broken = False
         self.sent_bytes = 0
         self.received_bytes = 0
 
     async def send(self, message: AnyMessage, payload: Buffer = b"") -> None:
-        """Send a message; its payload may be read until it has arrived, so it must not change before."""
+        """Send a message. The payload may be read until it has arrived, so the caller must not modify it."""
         assert message.payload == len(payload), "a message announces just what it carries"
         header = messages.encode(message)
         async with self._sending:
-            if self._torn:
+            if self._is_broken:
                 raise ConnectionLost("a message was cut short")
-            self._torn = True  # unless all of it goes out, nothing more can
+            self._is_broken = True  # after a partial message nothing more can be sent
             await self._send(header)
             for part in parts(payload):
                 await self._send(part)
-            self._torn = False
+            self._is_broken = False
         self.sent_bytes += len(header) + len(payload)
 
     async def receive(self) -> Received:
+        """Return the next complete message."""
         started = 0.0
         while True:
             data = await self._receive()
@@ -61,20 +64,20 @@ class Channel(ABC):
             self.received_bytes += len(data)
             if not self._assembler.waits_for_payload:
                 started = time.perf_counter()
-            whole = self._assembler.feed(data)
-            if whole is not None:
-                return Received(whole[0], whole[1], time.perf_counter() - started)
+            complete = self._assembler.feed(data)
+            if complete is not None:
+                return Received(complete[0], complete[1], time.perf_counter() - started)
 
     async def close(self, reason: str = "") -> None:
         await self._close(reason)
 
     def allow(self, payload_bytes: int) -> None:
-        """From now on take payloads of at most so many bytes; a guarded channel takes none before."""
-        self._assembler.most_payload = payload_bytes
+        """Accept payloads of up to `payload_bytes` from now on; a guarded channel accepts none before."""
+        self._assembler.max_payload_bytes = payload_bytes
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the other side's last sign of life."""
+        """Seconds since the peer's last sign of life."""
         now_s = asyncio.get_running_loop().time()
         if self._heard_s is None:
             self._heard_s = now_s
@@ -82,7 +85,7 @@ class Channel(ABC):
 
     @property
     def moved_bytes(self) -> int:
-        """Both ways so far, parts of messages under way included where they can be seen."""
+        """Bytes sent and received, including parts of unfinished messages where the transport can tell."""
         return self.sent_bytes + self.received_bytes
 
     @abstractmethod

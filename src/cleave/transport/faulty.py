@@ -1,9 +1,9 @@
-"""A channel that misbehaves on purpose: what real devices do wrong, by script, for tests and chaos runs.
+"""Scripted fault injection: a channel that reproduces what real devices do wrong, for tests and chaos runs.
 
-It stands between an honest worker and its channel. From the messages that pass it knows what the device is doing, and
-when a fault of its script is due, it strikes: from then on the server sees a device that lies, stalls or is cut off,
-while the worker notices nothing. The script and the generator of random numbers decide everything, so a run can be
-repeated. It knows channels and messages; what a server should make of all this is none of its business.
+Sits between an honest worker and its channel. It infers the device's phase from passing messages and injects each fault
+of its script when due: from then on the server sees a device that lies, stalls or is cut off, while the worker notices
+nothing. The script and the random generator decide everything, so runs are repeatable. It knows channels and messages,
+not how a server should react.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from cleave.protocol.programs import Backward, Collect, Forward, Gemm, Hold, Pro
 from cleave.transport.base import Channel, Received
 
 Kind = Literal[
-    "vanish",  # the connection ends without a word
-    "stall",  # nothing is sent for `seconds`; what comes is still received
-    "slow",  # each message, either way, is `seconds` late
-    "corrupt",  # one bit of each message is flipped
-    "lie",  # the numbers of each result are others
-    "replay",  # the result before, or where none was the hello, is sent again with each message
-    "duplicate",  # each message is sent twice
-    "flood",  # thousands of messages nobody asked for, at once
-    "half-open",  # nothing is sent or received any more, and the connection stays open
-    "torn-frame",  # a header and some of its payload, and nothing after that
+    "vanish",  # the connection closes without a message
+    "stall",  # nothing is sent for `seconds`; receiving goes on
+    "slow",  # every message, in both directions, is `seconds` late
+    "corrupt",  # every message has one bit flipped
+    "lie",  # every result carries wrong numbers
+    "replay",  # every message resends the previous result, or the hello before there is one
+    "duplicate",  # every message is sent twice
+    "flood",  # thousands of unsolicited messages at once
+    "half-open",  # nothing is sent or received any more, but the connection stays open
+    "torn-frame",  # a header and part of its payload, then nothing
 ]
 Phase = Literal[
     "joining",  # until the first task or operand arrives
-    "receiving",  # a task or a strip of an operand has arrived
-    "computing",  # a task's operands are all there, just now
+    "receiving",  # a task or a strip of an operand arrived
+    "computing",  # the last missing operand of a task arrived
     "returning",  # a result is about to be sent
-    "idle",  # every task is answered
+    "idle",  # no result is outstanding
 ]
 MANNERS: dict[Kind, tuple[str, ...]] = {
     "corrupt": ("header", "payload"),
@@ -51,15 +51,15 @@ MANNERS: dict[Kind, tuple[str, ...]] = {
     "flood": ("probed", "result", "failed"),
     "torn-frame": ("silent", "closed"),
 }
-"""The ways to commit a fault, where there are several."""
+"""Variants of a fault, where there are several."""
 _FLOOD_MESSAGES = 3000
-_NOBODYS = 1 << 50  # a task no server ever made
-_UNASKED: dict[str, tuple[AnyMessage, bytes]] = {
+_UNKNOWN_TASK = 1 << 50  # no server issues this task
+_UNSOLICITED: dict[str, tuple[AnyMessage, bytes]] = {
     "probed": (Probed(down_s=0.0), b""),
-    "failed": (Failed(task=_NOBODYS, reason="made up"), b""),
+    "failed": (Failed(task=_UNKNOWN_TASK, reason="made up"), b""),
     "result": (
         Result(
-            task=_NOBODYS, first_row=0, rows=4, first_col=0, cols=4, format="fp32", flops=0.0, compute_s=0.0,
+            task=_UNKNOWN_TASK, first_row=0, rows=4, first_col=0, cols=4, format="fp32", flops=0.0, compute_s=0.0,
             down_bytes=0, down_s=0.0, payload=64,
         ),
         bytes(64),
@@ -69,13 +69,15 @@ _UNASKED: dict[str, tuple[AnyMessage, bytes]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
+    """One entry of a script: what goes wrong, and when."""
+
     kind: Kind
     phase: Phase
     after: int = 0
-    """How often the phase is seen, message by message, before the fault strikes."""
+    """Messages of that phase to let pass before the fault is injected."""
     seconds: float = math.inf
     manner: str = ""
-    """One of MANNERS; if empty, drawn when it strikes."""
+    """One of MANNERS; drawn at random if empty."""
 
     def __post_init__(self) -> None:
         if self.manner not in ("", *MANNERS.get(self.kind, ())):
@@ -86,40 +88,40 @@ Script = tuple[Fault, ...]
 
 
 class FaultyChannel(Channel):
-    """Another channel, with faults; without any, just that channel."""
+    """Wrap a channel and inject the faults of a script."""
 
     def __init__(self, inner: Channel, script: Script, rng: np.random.Generator) -> None:
         super().__init__()
         self._inner, self._rng = inner, rng
         self._due = list(script)
         self.struck: list[Fault] = []
-        """The faults so far, in order."""
-        self._watch = _Watch()
-        self._seen: Counter[Phase] = Counter()
-        self._habits: dict[Kind, str] = {}
-        self._earlier: tuple[AnyMessage, Buffer] | None = None
+        """Faults injected so far, in order."""
+        self._tracker = _PhaseTracker()
+        self._phase_counts: Counter[Phase] = Counter()
+        self._lasting: dict[Kind, str] = {}
+        self._previous: tuple[AnyMessage, Buffer] | None = None
         self._silent_until_s, self._late_s = -math.inf, 0.0
         self._is_deaf = False
 
     async def send(self, message: AnyMessage, payload: Buffer = b"") -> None:
-        await self._pass(self._watch.sent(message), message, payload)
-        await self._hold()
-        if self._habits:
-            for header, body in self._spoiled(message, payload):
+        await self._enter(self._tracker.sent(message), message, payload)
+        await self._delay()
+        if self._lasting:
+            for header, body in self._tampered(message, payload):
                 await self._write(header, body)
         else:
             await super().send(message, payload)
-        if isinstance(message, Hello | Result) and (self._due or self._habits):
-            self._earlier = message, bytes(payload)
-        if self._watch.rests():
-            await self._pass("idle")
+        if isinstance(message, Hello | Result) and (self._due or self._lasting):
+            self._previous = message, bytes(payload)
+        if self._tracker.becomes_idle():
+            await self._enter("idle")
 
     async def receive(self) -> Received:
         received = await super().receive()
-        await self._pass(self._watch.received(received.message))
+        await self._enter(self._tracker.received(received.message))
         await asyncio.sleep(self._late_s)
         if self._is_deaf:
-            await _for_ever()
+            await _forever()
         return received
 
     async def _send(self, data: Buffer) -> None:
@@ -131,17 +133,17 @@ class FaultyChannel(Channel):
     async def _close(self, reason: str) -> None:
         await self._inner.close(reason)
 
-    # -------------------------------------------------------------------------------------------- striking
+    # -------------------------------------------------------------------------------------------- injection
 
-    async def _pass(self, phase: Phase, message: AnyMessage | None = None, payload: Buffer = b"") -> None:
-        """A moment of a phase; `message` is what is about to be sent, if anything is."""
-        self._seen[phase] += 1
-        for fault in [due for due in self._due if due.phase == phase and due.after < self._seen[phase]]:
+    async def _enter(self, phase: Phase, message: AnyMessage | None = None, payload: Buffer = b"") -> None:
+        """Inject the faults due in this phase; `message` is the one about to be sent, if any."""
+        self._phase_counts[phase] += 1
+        for fault in [due for due in self._due if due.phase == phase and due.after < self._phase_counts[phase]]:
             self._due.remove(fault)
             self.struck.append(fault)
-            await self._strike(fault, message, payload)
+            await self._inject(fault, message, payload)
 
-    async def _strike(self, fault: Fault, message: AnyMessage | None, payload: Buffer) -> None:
+    async def _inject(self, fault: Fault, message: AnyMessage | None, payload: Buffer) -> None:
         manner = fault.manner or str(self._rng.choice(MANNERS.get(fault.kind, ("",))))
         match fault.kind:
             case "vanish":
@@ -154,44 +156,44 @@ class FaultyChannel(Channel):
                 self._silent_until_s, self._is_deaf = math.inf, True
             case "flood":
                 for _ in range(_FLOOD_MESSAGES):
-                    await super().send(*_UNASKED[manner])
+                    await super().send(*_UNSOLICITED[manner])
             case "torn-frame":
-                torn, body = (message, payload) if message and payload else _UNASKED["result"]
+                torn, body = (message, payload) if message and payload else _UNSOLICITED["result"]
                 await self._write(messages.encode(torn), memoryview(body)[: self._rng.integers(len(body))])
                 self._silent_until_s = math.inf
                 if manner == "closed":
                     await self._inner.close()
             case "corrupt" | "lie" | "replay" | "duplicate":
-                self._habits[fault.kind] = manner
+                self._lasting[fault.kind] = manner
 
-    async def _hold(self) -> None:
-        """As long as a silence lasts, and then as long as each message is late."""
+    async def _delay(self) -> None:
+        """Wait out a stall, and the delay of each message."""
         silent_s = self._silent_until_s - asyncio.get_running_loop().time()
         if silent_s == math.inf:
-            await _for_ever()
+            await _forever()
         await asyncio.sleep(max(silent_s, 0.0) + self._late_s)
 
-    # -------------------------------------------------------------------------------------------- spoiling
+    # -------------------------------------------------------------------------------------------- tampering
 
-    def _spoiled(self, message: AnyMessage, payload: Buffer) -> Iterator[tuple[bytes, Buffer]]:
-        """Headers and payloads to send instead of an honest message."""
-        if isinstance(message, Result) and "lie" in self._habits:
-            payload = self._lied(message, payload)
+    def _tampered(self, message: AnyMessage, payload: Buffer) -> Iterator[tuple[bytes, Buffer]]:
+        """Yield the headers and payloads to send in place of an honest message."""
+        if isinstance(message, Result) and "lie" in self._lasting:
+            payload = self._falsified(message, payload)
         outgoing = [(message, payload)]
-        if "replay" in self._habits and self._earlier is not None:
-            outgoing = [self._earlier, *(outgoing if self._habits["replay"] == "besides" else ())]
-        for each, body in outgoing * (2 if "duplicate" in self._habits else 1):
+        if "replay" in self._lasting and self._previous is not None:
+            outgoing = [self._previous, *(outgoing if self._lasting["replay"] == "besides" else ())]
+        for each, body in outgoing * (2 if "duplicate" in self._lasting else 1):
             header = messages.encode(each)
-            if "corrupt" in self._habits:
-                flips_payload = self._habits["corrupt"] == "payload" and len(body) > 0
+            if "corrupt" in self._lasting:
+                flips_payload = self._lasting["corrupt"] == "payload" and len(body) > 0
                 header, body = (header, self._flipped(body)) if flips_payload else (self._flipped(header), body)
             yield header, body
 
-    def _lied(self, message: Result, payload: Buffer) -> Buffer:
+    def _falsified(self, message: Result, payload: Buffer) -> Buffer:
         codec, values = NumpyCodec(), np.empty((message.rows, message.cols), dtype=np.float32)
         codec.decode_into(payload, message.format, values)
         size = float(values.std()) or 1.0
-        match self._habits["lie"]:
+        match self._lasting["lie"]:
             case "one":
                 values.flat[self._rng.integers(values.size)] += 3 * size
             case "scaled":
@@ -200,9 +202,9 @@ class FaultyChannel(Channel):
                 values = -values
             case "zeros":
                 values[:] = 0
-            case "stale":  # what another rectangle was; or the right numbers, each one place too far
-                if self._earlier is not None and len(self._earlier[1]) == len(payload):
-                    return self._earlier[1]
+            case "stale":  # an earlier rectangle, or the right numbers shifted by one
+                if self._previous is not None and len(self._previous[1]) == len(payload):
+                    return self._previous[1]
                 values = np.roll(values, 1)
             case _:
                 values = self._rng.standard_normal(values.shape, dtype=np.float32) * np.float32(size)
@@ -214,23 +216,23 @@ class FaultyChannel(Channel):
         return bytes(flipped)
 
     async def _write(self, header: bytes, payload: Buffer) -> None:
-        """Like `send`, but whatever it is."""
+        """Send raw bytes, well-formed or not."""
         async with self._sending:
             for data in (header, *parts(payload)):
                 await self._send(data)
         self.sent_bytes += len(header) + len(payload)
 
 
-class _Watch:
-    """What a device is doing, as far as its messages tell; `received` and `sent` say the phase a message finds."""
+class _PhaseTracker:
+    """Infer a device's phase from its messages; `received` and `sent` return the phase at each message."""
 
     def __init__(self) -> None:
         self._phase: Phase = "joining"
-        self._missing_rows: dict[int, int] = {}  # of operands on their way
+        self._missing_rows: dict[int, int] = {}  # of operands still arriving
         self._shapes: dict[int, tuple[int, int]] = {}
-        self._waiting: dict[int, set[int]] = {}  # task -> its operands, until they are all there
-        self._owed: dict[int, Program] = {}  # task -> what it is to return
-        self._returned: Counter[int] = Counter()  # task -> entries of its result that were returned
+        self._waiting: dict[int, set[int]] = {}  # task -> operands, until all have arrived
+        self._unanswered: dict[int, Program] = {}  # tasks without a complete result
+        self._returned: Counter[int] = Counter()  # task -> elements returned so far
 
     def received(self, message: AnyMessage) -> Phase:
         match message:
@@ -239,7 +241,7 @@ class _Watch:
                 self._missing_rows[operand] = self._missing_rows.get(operand, rows) - strip_rows
             case Run(task=task, program=program):
                 self._waiting[task] = set(operands(program))
-                self._owed[task] = program
+                self._unanswered[task] = program
             case Drop(operands=dropped):
                 for operand in dropped:
                     self._missing_rows.pop(operand, None)
@@ -248,8 +250,8 @@ class _Watch:
             case _:
                 pass
         if isinstance(message, Store | Run):
-            there = {operand for operand, missing in self._missing_rows.items() if missing <= 0}
-            ready = [task for task, awaited in self._waiting.items() if awaited <= there]
+            arrived = {operand for operand, missing in self._missing_rows.items() if missing <= 0}
+            ready = [task for task, awaited in self._waiting.items() if awaited <= arrived]
             for task in ready:
                 del self._waiting[task]
             self._phase = "computing" if ready else "receiving"
@@ -261,14 +263,14 @@ class _Watch:
         elif isinstance(message, Result):
             self._phase = "returning"
             self._returned[message.task] += message.rows * message.cols
-            program = self._owed.get(message.task)
-            if program is None or self._returned[message.task] >= _entries(program, self._shapes):
+            program = self._unanswered.get(message.task)
+            if program is None or self._returned[message.task] >= _result_elements(program, self._shapes):
                 self._forget(message.task)
         return self._phase
 
-    def rests(self) -> bool:
-        """Whether the result just sent was the last that is owed."""
-        if self._phase == "returning" and not self._owed:
+    def becomes_idle(self) -> bool:
+        """Whether the result just sent was the last outstanding one."""
+        if self._phase == "returning" and not self._unanswered:
             self._phase = "idle"
             return True
         return False
@@ -276,12 +278,12 @@ class _Watch:
     def _forget(self, *tasks: int) -> None:
         for task in tasks:
             self._waiting.pop(task, None)
-            self._owed.pop(task, None)
+            self._unanswered.pop(task, None)
             self._returned.pop(task, None)
 
 
-def _entries(program: Program, shapes: dict[int, tuple[int, int]]) -> int:
-    """Of the result."""
+def _result_elements(program: Program, shapes: dict[int, tuple[int, int]]) -> int:
+    """Elements of the result."""
     match program:
         case Gemm() | Collect():
             return program.rows * program.cols
@@ -292,5 +294,5 @@ def _entries(program: Program, shapes: dict[int, tuple[int, int]]) -> int:
             return rows * (2 if isinstance(program, Forward) and program.head is not None else cols)
 
 
-async def _for_ever() -> None:
+async def _forever() -> None:
     await asyncio.get_running_loop().create_future()

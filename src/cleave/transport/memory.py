@@ -1,4 +1,4 @@
-"""Two ends of a channel within one process: for devices in the server's own process, and for tests without ports."""
+"""A channel within one process: for devices inside the server's process, and for tests without ports."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cleave.errors import ConnectionLost
 from cleave.protocol.frames import Buffer
 from cleave.transport.base import Channel
 
-_ROOM = 16  # byte strings on their way before a sender waits
+_QUEUE_LENGTH = 16  # byte strings in flight before a sender waits
 
 
 class MemoryChannel(Channel):
@@ -17,7 +17,7 @@ class MemoryChannel(Channel):
     ) -> None:
         super().__init__(guarded=guarded)
         self._incoming, self._outgoing = incoming, outgoing
-        self._other: MemoryChannel | None = None
+        self._peer: MemoryChannel | None = None
         self._closed = asyncio.Event()
         self._reason = ""
 
@@ -25,29 +25,29 @@ class MemoryChannel(Channel):
         if self._closed.is_set():
             raise ConnectionLost(self._reason)
         copy = bytes(data)  # the sender may reuse its buffer, as with a socket
-        putting = asyncio.ensure_future(self._outgoing.put(copy))
-        closing = asyncio.ensure_future(self._closed.wait())
+        put = asyncio.ensure_future(self._outgoing.put(copy))
+        closed = asyncio.ensure_future(self._closed.wait())
         try:
-            await asyncio.wait([putting, closing], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([put, closed], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            closing.cancel()
-            if not putting.done():
-                putting.cancel()
-        if not putting.done():
+            closed.cancel()
+            if not put.done():
+                put.cancel()
+        if not put.done():
             raise ConnectionLost(self._reason)
 
     async def _receive(self) -> Buffer:
         while self._incoming.empty() and not self._closed.is_set():
-            getting = asyncio.ensure_future(self._incoming.get())
-            closing = asyncio.ensure_future(self._closed.wait())
+            get = asyncio.ensure_future(self._incoming.get())
+            closed = asyncio.ensure_future(self._closed.wait())
             try:
-                await asyncio.wait([getting, closing], return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait([get, closed], return_when=asyncio.FIRST_COMPLETED)
             finally:
-                closing.cancel()
-                if not getting.done():
-                    getting.cancel()
-            if getting.done() and not getting.cancelled():
-                data = getting.result()
+                closed.cancel()
+                if not get.done():
+                    get.cancel()
+            if get.done() and not get.cancelled():
+                data = get.result()
                 if data is not None:
                     return data
         if not self._incoming.empty():
@@ -57,16 +57,16 @@ class MemoryChannel(Channel):
         raise ConnectionLost(self._reason)
 
     async def _close(self, reason: str) -> None:
-        for end in (self, self._other):
+        for end in (self, self._peer):
             if end is not None and not end._closed.is_set():
                 end._reason = reason or "closed"
                 end._closed.set()
 
 
 def memory_pair(*, guarded: bool = False) -> tuple[MemoryChannel, MemoryChannel]:
-    """The server's end, guarded as over a network if so wished, and the device's."""
-    one: asyncio.Queue[bytes | None] = asyncio.Queue(_ROOM)
-    two: asyncio.Queue[bytes | None] = asyncio.Queue(_ROOM)
-    left, right = MemoryChannel(one, two, guarded=guarded), MemoryChannel(two, one)
-    left._other, right._other = right, left  # pyright: ignore[reportPrivateUsage]
-    return left, right
+    """Return the server's end, guarded on request as over a network, and the device's end."""
+    up: asyncio.Queue[bytes | None] = asyncio.Queue(_QUEUE_LENGTH)
+    down: asyncio.Queue[bytes | None] = asyncio.Queue(_QUEUE_LENGTH)
+    server, device = MemoryChannel(up, down, guarded=guarded), MemoryChannel(down, up)
+    server._peer, device._peer = device, server  # pyright: ignore[reportPrivateUsage]
+    return server, device

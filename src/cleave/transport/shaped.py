@@ -1,10 +1,9 @@
-"""A channel with a link of a given speed: for tests and benchmarks of networks that this machine does not have.
+"""Emulate a link of given rate and latency on top of any channel, for networks this machine does not have.
 
-It stands between a server and the channel of a device, so one process holds what devices share, such as one Wi-Fi. What
-goes down is held back before the inner channel gets it, what comes up after. It delays, and never loses or reorders;
-`send` returns when the bytes have left, and who has no room makes the sender wait. All by the event loop's clock: in
-virtual time to the microsecond, else as well as timers are, and where a timer was late the next bytes are not. It knows
-byte strings alone, and nothing of what a planner makes of such a link.
+Wraps the server's end, so that one process holds what devices share, such as a Wi-Fi medium. Downloads are delayed
+before the inner channel sees them, uploads after; nothing is lost or reordered. `send` returns once the bytes have
+left, and a full window makes it wait. Times follow the event loop's clock: exact in virtual time, else as good as its
+timers, with one timer's lateness made up by the next. Knows byte strings only.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from cleave.protocol.frames import Buffer
 from cleave.transport.base import Channel, Received
 
 _SLICE_BYTES = 64 << 10
-"""What one way of one channel may send before others have their turn ..."""
-_SLICE_S = 1e-3  # ... or as much as takes so long, as a timer costs more than the bytes would
-_WINDOW_BYTES = 8 << 20  # on their way, or not yet taken by whom they are for, before the next bytes wait
-_GOES_ON_S = 5e-3  # bytes that follow others so soon were waiting for them
+"""Bytes one direction of one channel sends before others get their turn ..."""
+_SLICE_S = 1e-3  # ... or as many as take this long: below it timers cost more than the bytes
+_WINDOW_BYTES = 8 << 20  # in flight or not yet consumed, before the sender waits
+_BACK_TO_BACK_S = 5e-3  # bytes that follow this closely were queued behind the ones before
 _CLOSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """How each device of a server is connected to it."""
+    """The connection of each device to its server."""
 
     down_bytes_per_s: float = math.inf
     up_bytes_per_s: float = math.inf
     latency_s: float = 0.0
-    """One way, for the first byte as for the last."""
+    """One way."""
     medium_bytes_per_s: float = math.inf
-    """Of all devices together, both ways: what they share, such as one Wi-Fi."""
+    """Capacity shared by all devices and both directions, such as one Wi-Fi network."""
 
     def __post_init__(self) -> None:
         rates = (self.down_bytes_per_s, self.up_bytes_per_s, self.medium_bytes_per_s)
@@ -46,38 +45,38 @@ class Link:
 
 
 class Medium:
-    """What several links share: only one of them sends at a time, in either direction."""
+    """A medium shared by several links: one of them sends at a time, in either direction."""
 
     def __init__(self, bytes_per_s: float = math.inf) -> None:
         self.bytes_per_s = bytes_per_s
         self._free_s = -math.inf
 
     def take_turn(self, size_bytes: int, earliest_s: float) -> tuple[float, float]:
-        """When a slice begins and ends, after all that asked before."""
+        """Reserve the next free slot; return when it begins and ends."""
         begin_s = max(earliest_s, self._free_s)
         self._free_s = begin_s + size_bytes / self.bytes_per_s
         return begin_s, self._free_s
 
 
 def shaping(link: Link) -> Callable[[Channel], Channel]:
-    """What gives each channel such a link, all of them on one medium."""
+    """Return a wrapper that gives every channel such a link, all on one medium."""
     medium = Medium(link.medium_bytes_per_s)
     return lambda channel: Shaped(channel, link, medium)
 
 
 class Shaped(Channel):
-    """Another channel, as a server sees it over a link; if no medium is given, over one of its own."""
+    """A channel as the server sees it over a link, by default with a medium of its own."""
 
     def __init__(self, inner: Channel, link: Link, medium: Medium | None = None) -> None:
         super().__init__(address=inner.address)
         self._inner, self._latency_s = inner, link.latency_s
-        self._assembler = inner._assembler  # guarded as long as the inner channel is
-        self._over = asyncio.Event()
+        self._assembler = inner._assembler  # shared, so both are guarded alike
+        self._closed = asyncio.Event()
         self._reason = ""
         medium = medium or Medium(link.medium_bytes_per_s)
-        self._down = _Way(link.down_bytes_per_s, medium, self._over)
-        self._up = _Way(link.up_bytes_per_s, medium, self._over)
-        self._bringing: asyncio.Task[None] | None = None
+        self._down = _Direction(link.down_bytes_per_s, medium, self._closed)
+        self._up = _Direction(link.up_bytes_per_s, medium, self._closed)
+        self._delivering: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
         self._header_s = self._arrived_s = 0.0
 
@@ -88,16 +87,16 @@ class Shaped(Channel):
             self.received_bytes += len(data)
             if is_header:
                 self._header_s = self._arrived_s
-            whole = self._assembler.feed(data)
-            if whole is not None:
-                return Received(*whole, self._arrived_s - self._header_s)
+            complete = self._assembler.feed(data)
+            if complete is not None:
+                return Received(*complete, self._arrived_s - self._header_s)
 
     def allow(self, payload_bytes: int) -> None:
         self._inner.allow(payload_bytes)
 
     @property
     def silent_s(self) -> float:
-        """Since the other side's last sign of life, or since bytes were last on the link, which nobody hears sooner."""
+        """Seconds since the peer's last sign of life, or since the link was last busy, as that delays any sign."""
         idle_s = asyncio.get_running_loop().time() - max(self._down.busy_until_s, self._up.busy_until_s)
         return max(0.0, min(idle_s, self._inner.silent_s))
 
@@ -106,17 +105,17 @@ class Shaped(Channel):
         return self._down.moved_bytes + self._up.moved_bytes
 
     async def _send(self, data: Buffer) -> None:
-        self._fetch()  # also to learn that the other side is gone
-        await self._down.room()
-        left_s = math.inf if self._over.is_set() else await self._down.carry(len(data))
-        if self._over.is_set():
+        self._start_fetching()  # also notices that the peer is gone
+        await self._down.wait_for_room()
+        left_s = math.inf if self._closed.is_set() else await self._down.transmit(len(data))
+        if self._closed.is_set():
             raise ConnectionLost(self._reason)
         self._down.put(left_s + self._latency_s, data)
-        if self._bringing is None or self._bringing.done():
-            self._bringing = asyncio.get_running_loop().create_task(self._bring())
+        if self._delivering is None or self._delivering.done():
+            self._delivering = asyncio.get_running_loop().create_task(self._deliver())
 
     async def _receive(self) -> Buffer:
-        self._fetch()
+        self._start_fetching()
         first = await self._up.first()
         if first is None:
             raise ConnectionLost(self._reason)
@@ -125,21 +124,21 @@ class Shaped(Channel):
         return data
 
     async def _close(self, reason: str) -> None:
-        """Who waits here learns of it now; what has left still arrives, if the other side takes it in time."""
+        """Wake local waiters at once; bytes already sent still arrive if the peer takes them within _CLOSE_S."""
         self._end(reason or "closed")
         try:
-            if self._bringing is not None:
-                await asyncio.wait([self._bringing], timeout=_CLOSE_S)
+            if self._delivering is not None:
+                await asyncio.wait([self._delivering], timeout=_CLOSE_S)
         finally:
-            for task in (self._bringing, self._fetching):
+            for task in (self._delivering, self._fetching):
                 if task is not None:
                     task.cancel()
             await self._inner.close(reason)
 
     # -------------------------------------------------------------------------------------------- the inner channel
 
-    async def _bring(self) -> None:
-        """To the inner channel what has left, each when it is due; until nothing is on its way."""
+    async def _deliver(self) -> None:
+        """Deliver sent bytes to the inner channel when due, until none are in flight."""
         try:
             while self._down.is_busy and (first := await self._down.first()) is not None:
                 await self._inner._send(first[1])
@@ -147,61 +146,61 @@ class Shaped(Channel):
         except ConnectionLost as fault:
             self._end(str(fault))
 
-    def _fetch(self) -> None:
-        if self._fetching is None and not self._over.is_set():
-            self._fetching = asyncio.get_running_loop().create_task(self._fetch_all())
+    def _start_fetching(self) -> None:
+        if self._fetching is None and not self._closed.is_set():
+            self._fetching = asyncio.get_running_loop().create_task(self._fetch())
 
-    async def _fetch_all(self) -> None:
-        """From the inner channel what comes, as long as there is room."""
+    async def _fetch(self) -> None:
+        """Take bytes from the inner channel while the window has room."""
         try:
             while True:
-                await self._up.room()
+                await self._up.wait_for_room()
                 data = await self._inner._receive()
-                self._up.put(await self._up.carry(len(data)) + self._latency_s, data)
+                self._up.put(await self._up.transmit(len(data)) + self._latency_s, data)
         except ConnectionLost as fault:
             self._end(str(fault))
 
     def _end(self, reason: str) -> None:
-        if not self._over.is_set():
+        if not self._closed.is_set():
             self._reason = reason
-            self._over.set()
-            self._down.news.set()
-            self._up.news.set()
+            self._closed.set()
+            self._down.changed.set()
+            self._up.changed.set()
 
 
-class _Way:
-    """One direction of a link: bytes leave slice by slice, and are then on their way until they are due.
+class _Direction:
+    """One direction of a link: bytes leave slice by slice and are then in flight until due.
 
-    When it is `over`, nobody waits any more, and what is on its way is due at once.
+    Once `closed` is set, nothing waits any more and everything in flight is due at once.
     """
 
-    def __init__(self, bytes_per_s: float, medium: Medium, over: asyncio.Event) -> None:
-        self._bytes_per_s, self._medium, self._over = bytes_per_s, medium, over
+    def __init__(self, bytes_per_s: float, medium: Medium, closed: asyncio.Event) -> None:
+        self._bytes_per_s, self._medium, self._closed = bytes_per_s, medium, closed
         fastest = min(bytes_per_s, medium.bytes_per_s)
         self._slice_bytes = int(min(max(_SLICE_BYTES, fastest * _SLICE_S), _WINDOW_BYTES))
         self._late_s = 0.0
-        self._on_way: deque[tuple[float, Buffer]] = deque()
-        self._on_way_bytes = 0
-        self.news = asyncio.Event()
+        self._in_flight: deque[tuple[float, Buffer]] = deque()
+        self._in_flight_bytes = 0
+        self.changed = asyncio.Event()
         self.busy_until_s = -math.inf
         self.moved_bytes = 0
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._on_way)
+        return bool(self._in_flight)
 
-    async def carry(self, size_bytes: int) -> float:
-        """Wait until so many bytes have left, and say when that was."""
+    async def transmit(self, size_bytes: int) -> float:
+        """Wait until `size_bytes` have left; return when that was."""
         now_s = asyncio.get_running_loop().time()
-        at_s = now_s - self._late_s if now_s - self.busy_until_s < _GOES_ON_S else now_s
+        at_s = now_s - self._late_s if now_s - self.busy_until_s < _BACK_TO_BACK_S else now_s
         self.busy_until_s = math.inf
         try:
             for start in range(0, size_bytes, self._slice_bytes):
                 slice_bytes = min(self._slice_bytes, size_bytes - start)
                 begin_s, end_s = self._medium.take_turn(slice_bytes, at_s)
                 at_s = max(end_s, begin_s + slice_bytes / self._bytes_per_s)
-                await self._until(at_s)
-                if self._over.is_set():
+                await self._wait_until(at_s)
+                if self._closed.is_set():
                     break
                 self.moved_bytes += slice_bytes
         finally:
@@ -210,31 +209,31 @@ class _Way:
         return at_s
 
     def put(self, due_s: float, data: Buffer) -> None:
-        self._on_way.append((due_s, data))
-        self._on_way_bytes += len(data)
-        self.news.set()
+        self._in_flight.append((due_s, data))
+        self._in_flight_bytes += len(data)
+        self.changed.set()
 
     async def first(self) -> tuple[float, Buffer] | None:
-        """When the first on its way was due and what it is, at that moment; None when nothing more can come."""
-        while not self._on_way:
-            if self._over.is_set():
+        """Wait until the first bytes in flight are due and return (due time, bytes); None when no more can come."""
+        while not self._in_flight:
+            if self._closed.is_set():
                 return None
-            self.news.clear()
-            await self.news.wait()
-        await self._until(self._on_way[0][0])
-        return self._on_way[0]
+            self.changed.clear()
+            await self.changed.wait()
+        await self._wait_until(self._in_flight[0][0])
+        return self._in_flight[0]
 
     def drop_first(self) -> None:
-        self._on_way_bytes -= len(self._on_way.popleft()[1])
-        self.news.set()
+        self._in_flight_bytes -= len(self._in_flight.popleft()[1])
+        self.changed.set()
 
-    async def room(self) -> None:
-        while self._on_way_bytes > _WINDOW_BYTES and not self._over.is_set():
-            self.news.clear()
-            await self.news.wait()
+    async def wait_for_room(self) -> None:
+        while self._in_flight_bytes > _WINDOW_BYTES and not self._closed.is_set():
+            self.changed.clear()
+            await self.changed.wait()
 
-    async def _until(self, moment_s: float) -> None:
-        if moment_s > asyncio.get_running_loop().time() and not self._over.is_set():
+    async def _wait_until(self, moment_s: float) -> None:
+        if moment_s > asyncio.get_running_loop().time() and not self._closed.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(moment_s):
-                    await self._over.wait()
+                    await self._closed.wait()

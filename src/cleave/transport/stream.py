@@ -1,12 +1,12 @@
 """WebSocket frames (RFC 6455) over an asyncio transport, for large binary messages.
 
-A frame's payload is received where it stays: the kernel writes into its final buffer, and it is handed out as a view.
-The libraries copy every byte three times more on its way in, which cost a device half as much as multiplying. No
-extensions, text as bytes, fragments joined, pings answered and sent. Handshakes are `websocket.py`'s.
+Payloads are received in place: the kernel writes into the final buffer, which is handed out as a view. Existing
+libraries copy every received byte three more times, which cost a device half as much time as multiplying. Supports no
+extensions; takes text as bytes, joins fragments, sends and answers pings. `websocket.py` does the handshake.
 
-Nothing a peer does makes it hold more than a few megabytes: a frame is measured before there is room for it, messages
-nobody asked for count with what holding them costs, fragments grow one buffer, and who floods with frames that say
-nothing, or trickles, is let go.
+No peer can make it hold more than a few megabytes: a frame's size is checked before its buffer is allocated, queued
+messages count with their overhead, fragments share one buffer, and peers that flood with empty frames or trickle bytes
+are disconnected.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ import numpy as np
 
 try:
     from websockets.speedups import apply_mask
-except ImportError:  # the same in Python, for platforms without the compiled one
+except ImportError:  # the pure Python version, for platforms without the compiled one
     from websockets.utils import apply_mask
 
 from cleave.errors import ConnectionLost
 from cleave.protocol.frames import MESSAGE_BYTES, Buffer
 
 PING_S = 20.0
-"""A ping after so much silence; as much again without any answer, and the peer is gone."""
+"""Ping after this much silence; disconnect after as much again without an answer."""
 IDLE_FRAMES = 4096
-"""Pings, pongs and fragments within PING_S and without a whole message among them: more are a flood."""
+"""Most pings, pongs and fragments within PING_S without a complete message; more are a flood."""
 
-_SLOWEST_BYTES = 8 << 10  # in PING_S, of a frame that is on its way; whoever is slower twice in a row only ties us up
-_HELD_BYTES = 512  # what Python needs to hold a message, however short
-_CONTROL_BYTES = 125  # the longest ping, pong or close (RFC 6455)
+_TRICKLE_BYTES = 8 << 10  # per PING_S while a frame is in progress; less than this twice in a row is a disconnect
+_OVERHEAD_BYTES = 512  # Python's cost of holding a message, however short
+_CONTROL_BYTES = 125  # longest ping, pong or close (RFC 6455)
 _CLOSE_S = 2.0
-_SCRATCH_BYTES = 16 << 10  # headers and small messages; payloads go past it
-_QUEUED_BYTES = 8 << 20  # received and not yet asked for, before the peer has to wait
+_SCRATCH_BYTES = 16 << 10  # for headers and small messages; payloads bypass it
+_QUEUED_BYTES = 8 << 20  # received and not yet consumed, before reading pauses
 _CONTINUATION, _BINARY, _CLOSE, _PING, _PONG = 0x0, 0x2, 0x8, 0x9, 0xA
 _OPCODES = {_CONTINUATION, 0x1, _BINARY, _CLOSE, _PING, _PONG}  # 0x1: text, taken as bytes
 _FIN, _MASKED = 0x80, 0x80
@@ -45,11 +45,11 @@ _TOO_BIG, _POLICY, _PROTOCOL_FAULT, _NORMAL = 1009, 1008, 1002, 1000
 
 
 class Stream(asyncio.BufferedProtocol):
-    """One end of a connection; a client's end masks what it sends, as the standard asks."""
+    """One end of a connection. A client's end masks what it sends, as RFC 6455 requires."""
 
     def __init__(self, *, is_client: bool) -> None:
-        self.most_message_bytes = MESSAGE_BYTES
-        """What one message of the peer may have; a server's end raises it once it knows who that is."""
+        self.max_message_bytes = MESSAGE_BYTES
+        """Largest message accepted from the peer; a server raises it once the device is admitted."""
         self._is_client = is_client
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -67,14 +67,14 @@ class Stream(asyncio.BufferedProtocol):
         self._writable = asyncio.Event()
         self._writable.set()
         self._lost: str | None = None
-        self._gone = asyncio.Event()
+        self._closed = asyncio.Event()
         self._heard = self._loop.time()
         self._received_bytes = self._written_bytes = self._taken_bytes = self._unsent_bytes = 0
-        self._seen = (0, 0, False, False)
+        self._last_check = (0, 0, False, False)
         self._slow_checks = 0
         self._keepalive: asyncio.TimerHandle | None = None
 
-    # -------------------------------------------------------------------------------------------- for channels
+    # -------------------------------------------------------------------------------------------- channel interface
 
     async def send(self, data: Buffer) -> None:
         if self._lost is not None:
@@ -92,43 +92,43 @@ class Stream(asyncio.BufferedProtocol):
             self._arrived = self._loop.create_future()
             await self._arrived
         message = self._messages.popleft()
-        self._queued_bytes -= len(message) + _HELD_BYTES
+        self._queued_bytes -= len(message) + _OVERHEAD_BYTES
         if self._reading_paused and self._queued_bytes <= _QUEUED_BYTES // 2:
             self._reading_paused = False
-            self._heard = self._loop.time()  # what it said meanwhile lies in the kernel
+            self._heard = self._loop.time()  # the kernel buffered what the peer sent meanwhile
             if self._transport is not None and not self._transport.is_closing():
                 self._transport.resume_reading()
         return message
 
     async def close(self, reason: str) -> None:
-        """What is queued still goes out, if the peer takes it within _CLOSE_S."""
+        """Close gracefully: queued data still goes out if the peer takes it within _CLOSE_S."""
         transport = self._transport
         if transport is None:
             return
         if not transport.is_closing():
-            self._write_frame(_CLOSE, struct.pack("!H", _NORMAL) + _fitting(reason))
+            self._write_frame(_CLOSE, struct.pack("!H", _NORMAL) + _truncate(reason))
             transport.close()
             self._lose(reason or "closed")
         try:
             async with asyncio.timeout(_CLOSE_S):
-                await self._gone.wait()
+                await self._closed.wait()
         except TimeoutError:
             transport.abort()
-            await self._gone.wait()
+            await self._closed.wait()
 
     @property
     def silent_s(self) -> float:
-        """Since the peer last sent a byte or took one; 0 while it is we who do not listen."""
-        self._look_what_was_taken()
+        """Seconds since the peer last sent or took a byte; 0 while reading is paused on our side."""
+        self._update_taken()
         return 0.0 if self._reading_paused else self._loop.time() - self._heard
 
     @property
     def moved_bytes(self) -> int:
-        """What came, and what went out as far as we can see."""
-        self._look_what_was_taken()
+        """Bytes received, and bytes sent as far as the transport can tell."""
+        self._update_taken()
         return self._received_bytes + self._taken_bytes
 
-    # -------------------------------------------------------------------------------------------- asyncio's side
+    # -------------------------------------------------------------------------------------------- asyncio protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -137,7 +137,7 @@ class Stream(asyncio.BufferedProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._lose("the connection broke" if exc else "the connection closed")
-        self._gone.set()
+        self._closed.set()
 
     def pause_writing(self) -> None:
         self._writable.clear()
@@ -167,7 +167,7 @@ class Stream(asyncio.BufferedProtocol):
     # -------------------------------------------------------------------------------------------- frames in
 
     def _parse(self) -> None:
-        """Frames out of the scratch buffer, until a payload goes past it or nothing whole is left."""
+        """Parse frames in the scratch buffer until a payload continues past it or no complete header is left."""
         while self._payload is None and self._lost is None:
             head = self._frame_head()
             if head is None:
@@ -176,9 +176,9 @@ class Stream(asyncio.BufferedProtocol):
             self._start += size
             self._head = (opcode, mask)
             self._payload, self._filled = np.empty(length, dtype=np.uint8).data, 0
-            there = min(length, self._end - self._start)
-            self._payload[:there] = memoryview(self._scratch)[self._start : self._start + there]
-            self._filled, self._start = there, self._start + there
+            available = min(length, self._end - self._start)
+            self._payload[:available] = memoryview(self._scratch)[self._start : self._start + available]
+            self._filled, self._start = available, self._start + available
             if self._filled == length:
                 self._finish_payload()
         if self._start == self._end:
@@ -189,31 +189,31 @@ class Stream(asyncio.BufferedProtocol):
             self._start, self._end = 0, len(rest)
 
     def _frame_head(self) -> tuple[int, bytes, int, int] | None:
-        """(first byte, mask, payload length, header length) of the next frame; None until all of that is here."""
+        """Return (first byte, mask, payload length, header length) of the next frame; None until they have arrived."""
         available = self._end - self._start
         if available < 2:
             return None
         at, scratch = self._start, self._scratch
         length, size = scratch[at + 1] & 0x7F, 2
         if length >= 126:
-            wide = 2 if length == 126 else 8
-            if available < 2 + wide:
+            extra = 2 if length == 126 else 8
+            if available < 2 + extra:
                 return None
-            length, size = int.from_bytes(scratch[at + 2 : at + 2 + wide], "big"), 2 + wide
+            length, size = int.from_bytes(scratch[at + 2 : at + 2 + extra], "big"), 2 + extra
         masked = bool(scratch[at + 1] & _MASKED)
         if available < size + 4 * masked:
             return None
         mask = bytes(scratch[at + size : at + size + 4]) if masked else b""
-        fault = self._fault(scratch[at], length, masked=masked)
+        fault = self._check_frame(scratch[at], length, masked=masked)
         if fault is not None:
             self._fail(*fault)
             return None
         return scratch[at], mask, length, size + 4 * masked
 
-    def _fault(self, first: int, length: int, *, masked: bool) -> tuple[int, str] | None:
-        """What is wrong with a frame, by its header alone, before there is room for the rest of it."""
+    def _check_frame(self, first: int, length: int, *, masked: bool) -> tuple[int, str] | None:
+        """Check a frame by its header alone, before a buffer is allocated; return close code and reason."""
         opcode = first & 0x0F
-        begun = 0 if self._fragments is None else len(self._fragments)
+        so_far = 0 if self._fragments is None else len(self._fragments)
         if masked == self._is_client or first & 0x70 or opcode not in _OPCODES:
             return _PROTOCOL_FAULT, "expected plain frames, masked by the client alone"
         if opcode >= _CLOSE:
@@ -223,8 +223,8 @@ class Stream(asyncio.BufferedProtocol):
             return _PROTOCOL_FAULT, "expected fragments of one message in a row"
         elif not length and (opcode == _CONTINUATION or not first & _FIN):
             return _PROTOCOL_FAULT, "expected no empty fragments"
-        elif begun + length > self.most_message_bytes:
-            return _TOO_BIG, f"expected messages of at most {self.most_message_bytes} bytes, got {begun + length}"
+        elif so_far + length > self.max_message_bytes:
+            return _TOO_BIG, f"expected messages of at most {self.max_message_bytes} bytes, got {so_far + length}"
         self._idle_frames += 1
         if self._idle_frames > IDLE_FRAMES:
             return _POLICY, f"expected a message, got {IDLE_FRAMES} pings and fragments without one"
@@ -238,14 +238,14 @@ class Stream(asyncio.BufferedProtocol):
             _unmask(payload, mask)
         opcode = first & 0x0F
         if opcode == _PING:
-            if self._writable.is_set():  # else it does not read them either, and they would pile up
+            if self._writable.is_set():  # else the peer is not reading, and pongs would pile up
                 self._write_frame(_PONG, payload)
         elif opcode == _CLOSE:
             self._close_received(bytes(payload))
         elif opcode != _PONG:
-            self._take(payload, is_last=bool(first & _FIN))
+            self._add_message(payload, is_last=bool(first & _FIN))
 
-    def _take(self, payload: memoryview, *, is_last: bool) -> None:
+    def _add_message(self, payload: memoryview, *, is_last: bool) -> None:
         message: Buffer = payload
         if self._fragments is not None or not is_last:
             self._fragments = self._fragments if self._fragments is not None else bytearray()
@@ -255,7 +255,7 @@ class Stream(asyncio.BufferedProtocol):
             message, self._fragments = self._fragments, None
         self._idle_frames = 0
         self._messages.append(message)
-        self._queued_bytes += len(message) + _HELD_BYTES
+        self._queued_bytes += len(message) + _OVERHEAD_BYTES
         self._wake()
         if self._queued_bytes > _QUEUED_BYTES and not self._reading_paused and self._transport is not None:
             self._reading_paused = True
@@ -291,11 +291,11 @@ class Stream(asyncio.BufferedProtocol):
             transport.write(head)
             transport.write(data)
 
-    # -------------------------------------------------------------------------------------------- the end
+    # -------------------------------------------------------------------------------------------- closing
 
     def _fail(self, code: int, reason: str) -> None:
         if self._transport is not None and not self._transport.is_closing():
-            self._write_frame(_CLOSE, struct.pack("!H", code) + _fitting(reason))
+            self._write_frame(_CLOSE, struct.pack("!H", code) + _truncate(reason))
             self._transport.close()
         self._lose(reason)
 
@@ -312,13 +312,13 @@ class Stream(asyncio.BufferedProtocol):
             self._arrived.set_result(None)
 
     def _check_silence(self) -> None:
-        """Who takes what we send is there; who does neither that nor say a word is not, nor is who only trickles."""
+        """Disconnect a peer that neither sends nor takes bytes, or only trickles them; ping one that is quiet."""
         silent_s = self.silent_s
         self._slow_checks = self._slow_checks + 1 if self._trickles() else 0
         if silent_s >= 2 * PING_S or self._slow_checks == 2:
             if self._transport is not None:
                 self._transport.abort()
-            slow = f"less than {_SLOWEST_BYTES} bytes in {PING_S:.0f} s"
+            slow = f"less than {_TRICKLE_BYTES} bytes in {PING_S:.0f} s"
             self._lose(f"silent for {silent_s:.0f} s" if silent_s >= 2 * PING_S else slow)
             return
         self._idle_frames = 0
@@ -326,8 +326,8 @@ class Stream(asyncio.BufferedProtocol):
             self._write_frame(_PING, b"")
         self._keepalive = self._loop.call_later(PING_S, self._check_silence)
 
-    def _look_what_was_taken(self) -> None:
-        """Bytes that had to wait and went out were taken by the peer; those that never waited only by the kernel."""
+    def _update_taken(self) -> None:
+        """Note what the peer has taken: only bytes that had to wait and then left prove that it reads."""
         unsent = self._transport.get_write_buffer_size() if self._transport is not None else 0
         taken = self._written_bytes - unsent
         if self._unsent_bytes and taken > self._taken_bytes:
@@ -335,24 +335,24 @@ class Stream(asyncio.BufferedProtocol):
         self._taken_bytes, self._unsent_bytes = taken, unsent
 
     def _trickles(self) -> bool:
-        """Whether a frame was on its way now and at the last check, either way, and hardly moved in between."""
+        """Whether a frame, in or out, was in progress at both the last check and this one and hardly moved between."""
         incoming = self._payload is not None and not self._reading_paused
-        was = self._seen
-        now = self._seen = (self._received_bytes, self._taken_bytes, incoming, not self._writable.is_set())
-        received, taken = now[0] - was[0], now[1] - was[1]
-        return (was[2] and now[2] and received < _SLOWEST_BYTES) or (was[3] and now[3] and taken < _SLOWEST_BYTES)
+        before = self._last_check
+        now = self._last_check = (self._received_bytes, self._taken_bytes, incoming, not self._writable.is_set())
+        received, taken = now[0] - before[0], now[1] - before[1]
+        return (before[2] and now[2] and received < _TRICKLE_BYTES) or (before[3] and now[3] and taken < _TRICKLE_BYTES)
 
 
-def _fitting(reason: str) -> bytes:
-    """As much of a reason as a close frame can carry, in whole letters."""
+def _truncate(reason: str) -> bytes:
+    """Truncate a reason to what a close frame can carry, in whole characters."""
     return reason.encode(errors="replace")[:123].decode(errors="ignore").encode()
 
 
 def _unmask(payload: memoryview, mask: bytes) -> None:
-    """In place: eight bytes at a time, then the rest."""
+    """Unmask in place, eight bytes at a time, then the rest."""
     values = np.frombuffer(payload, dtype=np.uint8)
     whole = len(values) & ~7
-    wide = values[:whole].view(np.uint64)
-    np.bitwise_xor(wide, np.frombuffer(mask * 2, dtype=np.uint64)[0], out=wide)
+    words = values[:whole].view(np.uint64)
+    np.bitwise_xor(words, np.frombuffer(mask * 2, dtype=np.uint64)[0], out=words)
     for i in range(whole, len(values)):
         values[i] ^= mask[i & 3]

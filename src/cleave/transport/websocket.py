@@ -1,10 +1,10 @@
-"""Channels over WebSockets: a device dials, and checks whom it reached; a server accepts what uvicorn hands over.
+"""Channels over WebSockets: a device dials and authenticates the server; a server accepts what uvicorn hands over.
 
-No compression (ten times slower, and floats hardly shrink), sizes explicit, pings by `stream.py`, so that a peer that
-vanished without a word is noticed. The handshake is the `websockets` library's, so browsers and other clients fit.
+No compression (ten times slower, and floats hardly shrink) and explicit size limits. `stream.py` sends pings, so that a
+peer that vanished is noticed. The `websockets` library does the handshake, so browsers and other clients work.
 
-A server proves itself by TLS: by a certificate that an authority signed, or by one it made, whose SHA-256 the address
-carries (`wss://host:port#sha256:HEX`). Either is checked before the device says a word.
+A server proves its identity by TLS, with a certificate signed by an authority or with its own, whose SHA-256 is part of
+the address (`wss://host:port#sha256:HEX`). Either is verified before the device sends anything.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _NOT_TLS = {
     "RECORD_LAYER_FAILURE",
     "PACKET_LENGTH_TOO_LONG",
 }
-"""What OpenSSL says of an answer that is no TLS at all."""
+"""OpenSSL's reasons for an answer that is not TLS at all."""
 
 Objection = Callable[[list[str], list[str]], str]
-"""Why a request with these Origin and Host headers is not let in; empty if it is."""
+"""Maps Origin and Host headers to the reason for refusing the request; empty if it is allowed."""
 
 
 class WebSocketChannel(Channel):
@@ -52,11 +52,11 @@ class WebSocketChannel(Channel):
         super().__init__(guarded=guarded, address=address)
         self._stream = stream
         if guarded:
-            stream.most_message_bytes = HEADER_BYTES
+            stream.max_message_bytes = HEADER_BYTES
 
     def allow(self, payload_bytes: int) -> None:
         super().allow(payload_bytes)
-        self._stream.most_message_bytes = max(HEADER_BYTES, min(payload_bytes, MESSAGE_BYTES))
+        self._stream.max_message_bytes = max(HEADER_BYTES, min(payload_bytes, MESSAGE_BYTES))
 
     @property
     def silent_s(self) -> float:
@@ -76,13 +76,14 @@ class WebSocketChannel(Channel):
         await self._stream.close(reason)
 
 
-# ------------------------------------------------------------------------------------------------ the device's end
+# ------------------------------------------------------------------------------------------------ device
 
 
 async def dial(url: str) -> WebSocketChannel:
-    """Connect to a server; ConnectionLost if it cannot be reached now, InputError if the URL can never work.
+    """Connect to a server.
 
-    InputError also if the server is not the one that was meant: its certificate is not the one expected.
+    Raises ConnectionLost if it cannot be reached now, InputError if the URL can never work or the server's certificate
+    is not the expected one.
     """
     uri, pin = _target(url)
     address = url.partition("#")[0]
@@ -90,7 +91,7 @@ async def dial(url: str) -> WebSocketChannel:
     try:
         async with asyncio.timeout(_OPEN_S):
             _, stream = await loop.create_connection(
-                lambda: _Dialling(ClientProtocol(uri), pin),
+                lambda: _DialingStream(ClientProtocol(uri), pin),
                 uri.host,
                 uri.port,
                 ssl=_client_context(pinned=pin is not None) if uri.secure else None,
@@ -108,13 +109,13 @@ async def dial(url: str) -> WebSocketChannel:
     except OSError as fault:
         why = os.strerror(fault.errno) if fault.errno and fault.errno > 0 else fault.strerror or fault
         raise ConnectionLost(f"cannot reach {address}: {why}") from None
-    except UnicodeError:  # a name no host can have
+    except UnicodeError:  # not a valid host name
         raise InputError(_ADDRESS.format(url)) from None
     return WebSocketChannel(stream, address=uri.host)
 
 
 def _target(url: str) -> tuple[WebSocketURI, str | None]:
-    """Whom to dial, and the fingerprint its certificate must have, if the address says so."""
+    """Split a URL into the address to dial and the expected certificate fingerprint, if any."""
     address, _, fragment = url.partition("#")
     pin = _PIN.fullmatch(fragment)
     try:
@@ -130,7 +131,7 @@ def _target(url: str) -> tuple[WebSocketURI, str | None]:
 
 def _client_context(*, pinned: bool) -> ssl.SSLContext:
     context = ssl.create_default_context()
-    if pinned:  # the fingerprint says more than any authority, and is checked before anything is sent
+    if pinned:  # the fingerprint replaces the authority, and is checked before anything is sent
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context
@@ -151,11 +152,11 @@ def _tls_fault(address: str, fault: ssl.SSLError) -> InputError | ConnectionLost
 
 
 class _SpeaksTls(InvalidHandshake):
-    """The server wants TLS, and was dialled without."""
+    """The server requires TLS but was dialed without."""
 
 
-class _Dialling(Stream):
-    """A stream that begins with the client's half of the handshake, once it has seen the certificate it was told of."""
+class _DialingStream(Stream):
+    """A stream that starts with the client's half of the handshake, after checking the pinned certificate."""
 
     def __init__(self, handshake: ClientProtocol, pin: str | None) -> None:
         super().__init__(is_client=True)
@@ -165,12 +166,12 @@ class _Dialling(Stream):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        _send_at_once(transport)
-        shown = _fingerprint(transport) if self._pin is not None else None
-        if shown is not None and not hmac.compare_digest(shown, self._pin or ""):
+        _disable_nagle(transport)
+        actual = _fingerprint(transport) if self._pin is not None else None
+        if actual is not None and not hmac.compare_digest(actual, self._pin or ""):
             self._reject(
                 InputError(
-                    f"expected the server's certificate to be sha256:{self._pin}, got sha256:{shown}; someone may sit "
+                    f"expected the server's certificate to be sha256:{self._pin}, got sha256:{actual}; someone may sit "
                     "in between, or the run has a new certificate: ask its owner for the address it prints now"
                 )
             )
@@ -189,7 +190,7 @@ class _Dialling(Stream):
         if self._handshake is None:
             super()._parse()
             return
-        if self._scratch.startswith(b"\x15\x03"):  # an alert, from a server that expected TLS
+        if self._scratch.startswith(b"\x15\x03"):  # a TLS alert: the server expected TLS
             self._reject(_SpeaksTls())
             return
         end = self._scratch.find(b"\r\n\r\n", 0, self._end)
@@ -204,28 +205,28 @@ class _Dialling(Stream):
             return
         handshake.receive_data(head)
         self._start = end + 4
-        if handshake.state is not State.OPEN:  # also where the rest of a refusal, a page say, has yet to come
+        if handshake.state is not State.OPEN:  # also if the body of the refusal is still to come
             self._reject(handshake.handshake_exc or InvalidHandshake("it does not speak WebSocket there"))
             return
         self.opened.set_result(None)
         super()._parse()
 
     def _reject(self, fault: Exception) -> None:
-        known = isinstance(fault, InvalidHandshake | InputError)
+        is_expected = isinstance(fault, InvalidHandshake | InputError)
         if not self.opened.done():
-            self.opened.set_exception(fault if known else InvalidHandshake(str(fault)))
+            self.opened.set_exception(fault if is_expected else InvalidHandshake(str(fault)))
         if self._transport is not None:
             self._transport.abort()
 
 
-# ------------------------------------------------------------------------------------------------ the server's end
+# ------------------------------------------------------------------------------------------------ server
 
 
 class Accepting(Stream):
-    """A stream that begins with the server's half of the handshake, in the shape uvicorn wants (`Config.ws`).
+    """A stream that starts with the server's half of the handshake, in the shape uvicorn expects (`Config.ws`).
 
-    uvicorn has read the request already and passes it to `data_received`; from then on the connection is ours. The
-    channel is guarded until someone says `allow`; `ended` is called once, when the connection is gone.
+    uvicorn has already read the request and passes it to `data_received`; from then on the connection is ours. The
+    channel stays guarded until `allow` is called. `ended` is called once, when the connection is closed.
     """
 
     def __init__(
@@ -253,19 +254,19 @@ class Accepting(Stream):
         if handshake.state is not State.OPEN:
             transport.close()
             return
-        _send_at_once(transport)
+        _disable_nagle(transport)
         peer: tuple[str, int] | None = transport.get_extra_info("peername")
         self._accepted(WebSocketChannel(self, guarded=True, address=peer[0] if peer else ""))
 
 
 def _fingerprint(transport: asyncio.BaseTransport) -> str:
-    """The SHA-256 of the certificate that the server has shown."""
+    """SHA-256 of the certificate the server presented."""
     tls: ssl.SSLObject = transport.get_extra_info("ssl_object")
     return hashlib.sha256(tls.getpeercert(binary_form=True) or b"").hexdigest()
 
 
-def _send_at_once(transport: asyncio.BaseTransport) -> None:
-    """A header is its own small message; it must not wait for more to send."""
+def _disable_nagle(transport: asyncio.BaseTransport) -> None:
+    """Disable Nagle's algorithm: a header is a small message and must not wait for more data."""
     raw: socket.socket | None = transport.get_extra_info("socket")
     if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
         raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -9,7 +9,9 @@ from hypothesis import strategies as st
 from tests.support import fleets
 
 from cleave.core.cost.bound import bound_2d, bound_3d, by_worth, ideal_overlap_bound, least_time, volume_within
-from cleave.core.cost.gemm import WIRE_BYTES, Server, WireFormat, area_within, finish_s, unit_costs
+from cleave.core.cost.gemm import area_within, finish_s, unit_costs
+from cleave.core.cost.rates import Server
+from cleave.core.cost.wire import WIRE_BYTES, WireFormat
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.gemms import Gemm
 

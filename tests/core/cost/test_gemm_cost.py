@@ -12,11 +12,8 @@ from hypothesis import strategies as st
 from tests.support import fleets
 
 from cleave.core.cost.gemm import (
-    WIRE_BYTES,
     Frame,
-    Server,
     UnitCosts,
-    WireFormat,
     area_within,
     best_inner,
     block_memory_bytes,
@@ -30,6 +27,8 @@ from cleave.core.cost.gemm import (
     transfers_bytes,
     unit_costs,
 )
+from cleave.core.cost.rates import Server
+from cleave.core.cost.wire import WIRE_BYTES, WireFormat
 from cleave.core.fleet.profiles import Profiles
 
 wires = st.sampled_from(fleets.WIRES)

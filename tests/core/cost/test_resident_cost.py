@@ -7,21 +7,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cleave.core.cost.resident import Stack, Units, lean_terms, live_terms, stack, sublayers_of, units
+from cleave.core.cost.resident import ShardCosts, SublayerSums, shard_costs, sum_up
+from cleave.core.cost.terms import lean_terms, live_terms
 from cleave.core.model.gemms import step_flops
 from cleave.core.model.shapes import named
+from cleave.core.model.sublayers import sublayers_of
 
 SHAPE = named("llama-2-7b")
 H, S = SHAPE.hidden, 1024
 
 
-def whole(trained: bool = True, live: bool = False) -> Stack:
+def whole(trained: bool = True, live: bool = False) -> SublayerSums:
     terms = live_terms("bf16") if live else lean_terms("bf16")
-    return stack(sublayers_of(SHAPE, trained=trained), hidden=H, sequence=S, terms=terms)
+    return sum_up(sublayers_of(SHAPE, trained=trained), hidden=H, sequence=S, terms=terms)
 
 
-def one(of: Stack, first: int, count: int, slices: int = 1, chunk: int = 64) -> Units:
-    return units(of, *(np.array([x]) for x in (first, count, slices)), chunk=chunk)
+def one(of: SublayerSums, first: int, count: int, slices: int = 1, chunk: int = 64) -> ShardCosts:
+    return shard_costs(of, *(np.array([x]) for x in (first, count, slices)), chunk=chunk)
 
 
 @given(st.integers(0, 63), st.integers(1, 64))
@@ -42,8 +44,10 @@ def test_neighbouring_runs_add_up_to_the_run_of_both(first: int, count: int) -> 
 def test_slices_add_up_to_the_whole_but_each_sees_every_row(first: int, slices: int) -> None:
     of = whole()
     slice_, all_of_it = one(of, first, 1, slices), one(of, first, 1)
-    for field in ("params", "flops_per_row", "sync_up_bytes"):
-        assert slices * getattr(slice_, field) == pytest.approx(getattr(all_of_it, field))
+    assert slices * slice_.flops_per_row == pytest.approx(all_of_it.flops_per_row)
+    twice = (slices - 1) * of.sublayers[first].undivided  # norms
+    assert slices * slice_.params == pytest.approx(all_of_it.params + twice)
+    assert slices * slice_.sync_up_bytes == pytest.approx(all_of_it.sync_up_bytes + 2 * twice)
     assert slice_.down_bytes_per_row == all_of_it.down_bytes_per_row
     assert slice_.up_bytes_per_row == all_of_it.up_bytes_per_row
     assert slice_.memory_bytes < all_of_it.memory_bytes
@@ -52,18 +56,18 @@ def test_slices_add_up_to_the_whole_but_each_sees_every_row(first: int, slices: 
 def test_a_step_costs_a_third_more_flops_than_without_recomputing() -> None:
     of = whole()
     rows = one(of, 0, len(of)).flops_per_row[0]
-    scores = 4 * 2 * S * SHAPE.q_width * SHAPE.layers
-    norms = SHAPE.params - SHAPE.layers * SHAPE.gemm_params_per_layer - SHAPE.embedding_params
+    scores = 8 * (S + 1) * SHAPE.q_width * SHAPE.layers
     plain = step_flops(SHAPE, S, S) / S
     full_scores = 6 * 2 * S * SHAPE.q_width * SHAPE.layers
-    assert rows - scores - 8 * norms == pytest.approx((plain - full_scores) * 4 / 3)
+    assert rows - scores == pytest.approx((plain - full_scores) * 4 / 3)
 
 
 def test_frozen_weights_do_not_travel_and_need_no_gradient() -> None:
     frozen, trained = one(whole(trained=False), 0, 2), one(whole(), 0, 2)
     assert frozen.sync_down_bytes == frozen.sync_up_bytes == 0
     assert trained.memory_bytes - frozen.memory_bytes == pytest.approx(2 * trained.params)
-    assert frozen.flops_per_row - trained.flops_per_row == pytest.approx(-2 * trained.params)
+    products = sum(sublayer.products for sublayer in whole().sublayers[:2])
+    assert trained.flops_per_row - frozen.flops_per_row == pytest.approx(2 * products)
 
 
 def test_the_head_returns_eight_bytes_a_row_forward() -> None:

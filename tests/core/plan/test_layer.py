@@ -10,10 +10,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.support import fleets, tilings
 
-from cleave.core.cost.gemm import WireFormat
-from cleave.core.fleet.profiles import Floats, Ints, Profiles
-from cleave.core.model.gemms import Gemm, Role
-from cleave.core.plan.gemm.layer import DEVICE_BYTES, Block, Linear, LinearPlan, fill, fit, plan_linear
+from cleave.core.cost.wire import DEVICE_BYTES, WireFormat
+from cleave.core.fleet.profiles import DeviceId, Floats, Ints, Profiles
+from cleave.core.model.gemms import Gemm, Linear, Role
+from cleave.core.plan.gemm.layer import Block, LinearPlan, fill, fit, plan_linear
 from cleave.errors import InfeasibleError
 
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a fleet is (kind, count, seed): shrinking it says no more
@@ -65,23 +65,22 @@ def tiles(blocks: tuple[Block, ...] | list[Block], whole: Block) -> bool:
 def check(plan: LinearPlan, linear: Linear, fleet: Profiles) -> None:
     """Everything that holds of any plan, worked out anew from its blocks."""
     assert tuple(plan.blocks) == tuple(plan.seconds) == linear.roles
-    memory = fleet.memory_bytes.tolist()
+    memory = dict(zip(fleet.names, fleet.memory_bytes.tolist(), strict=True))
     for role, gemm in linear.gemms.items():
         blocks = plan.blocks[role]
-        assert tiles(blocks, Block(-1, (0, gemm.m), (0, gemm.n), (0, gemm.k)))
+        assert tiles(blocks, Block(DeviceId("all"), (0, gemm.m), (0, gemm.n), (0, gemm.k)))
         assert 0 < plan.seconds[role] < np.inf
         for block in blocks:
-            assert 0 <= block.device < len(fleet)
             assert held_bytes(block) <= memory[block.device]
     assert plan.total_s == pytest.approx(sum(plan.seconds.values()))
     if plan.way == "rows":
         check_rows(plan, linear, memory)
 
 
-def check_rows(plan: LinearPlan, linear: Linear, memory: list[float]) -> None:
+def check_rows(plan: LinearPlan, linear: Linear, memory: dict[str, float]) -> None:
     """The same tokens meet the same device in every role; W, a partial dW and the tokens are there together."""
     k, n = linear.in_width, linear.out_width
-    seen: list[dict[int, tuple[int, int]]] = []
+    seen: list[dict[str, tuple[int, int]]] = []
     for role, blocks in plan.blocks.items():
         tokens = {block.device: block.inner if role == "grad_weight" else block.rows for block in blocks}
         assert len(tokens) == len(blocks), "each device has one share"
@@ -206,10 +205,10 @@ def test_equal_devices_share_equally() -> None:
 @settings(max_examples=30)
 @given(st.tuples(*[st.integers(0, 50)] * 3), st.tuples(*[st.integers(1, 60)] * 3), st.floats(12.0, 20_000.0))
 def test_pieces_tile_their_block_and_fit(starts: tuple[int, ...], lengths: tuple[int, ...], memory: float) -> None:
-    block = Block(3, *((start, start + length) for start, length in zip(starts, lengths, strict=True)))
+    block = Block(DeviceId("d3"), *((start, start + length) for start, length in zip(starts, lengths, strict=True)))
     pieces = fit(block, memory)
     assert tiles(pieces, block)
-    assert all(piece.device == 3 and held_bytes(piece) <= memory for piece in pieces)
+    assert all(piece.device == "d3" and held_bytes(piece) <= memory for piece in pieces)
     if held_bytes(block) <= memory:
         assert pieces == [block]
 
@@ -260,11 +259,12 @@ def test_a_device_ten_times_slower_gets_about_a_tenth(memory: float) -> None:
     )
     linear = Linear(tokens=65_536, in_width=512, out_width=512, roles=("forward",))
     plan = plan_linear(fleet, linear, "fp32")
-    done = np.zeros(3)
+    done = dict.fromkeys(fleet.names, 0.0)
     for block in plan.blocks["forward"]:
         done[block.device] += float(np.prod(sides(block)))
-    assert done[0] == pytest.approx(done[1], rel=0.1)
-    assert 0.05 < done[2] / done[0] < 0.15
+    first, second, slow = done.values()
+    assert first == pytest.approx(second, rel=0.1)
+    assert 0.05 < slow / first < 0.15
 
 
 def test_equal_layers_have_equal_plans() -> None:

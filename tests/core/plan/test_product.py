@@ -10,7 +10,9 @@ from tests.support import fleets, tilings
 
 from cleave.api.planning import sample_fleet
 from cleave.core.cost.bound import bound_2d, bound_3d
-from cleave.core.cost.gemm import Server, WireFormat, block_memory_bytes, finish_s, transfers_bytes, unit_costs
+from cleave.core.cost.gemm import block_memory_bytes, finish_s, transfers_bytes, unit_costs
+from cleave.core.cost.rates import Server
+from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Floats, Profiles
 from cleave.core.model.gemms import Gemm
 from cleave.core.plan.gemm.product import SERVER, GemmPlan, Split, plan_gemm

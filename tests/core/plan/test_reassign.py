@@ -10,9 +10,9 @@ from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from tests.support import fleets, tilings
 
-from cleave.core.cost.gemm import DEVICE_BYTES, WIRE_BYTES, WireFormat
-from cleave.core.fleet.profiles import Bools, Floats, Profiles
-from cleave.core.plan.gemm.layer import Block
+from cleave.core.cost.wire import DEVICE_BYTES, WIRE_BYTES, WireFormat
+from cleave.core.fleet.profiles import Bools, DeviceId, Floats, Profiles
+from cleave.core.plan.gemm.layer import Block, Extent
 from cleave.core.plan.gemm.reassign import plan_redo
 from cleave.errors import InfeasibleError
 
@@ -26,7 +26,7 @@ class Lost(NamedTuple):
     """A block, and what is known of those who may take it."""
 
     fleet: Profiles
-    block: Block
+    block: Extent
     wire: WireFormat
     holds_a: Bools
     holds_b: Bools
@@ -42,9 +42,12 @@ class Lost(NamedTuple):
             backlog_s=self.backlog_s,
         )
 
+    def given_to(self, number: int) -> Block:
+        return Block(DeviceId(self.fleet.names[number]), *self.block)
+
     @property
     def size(self) -> tuple[int, int, int]:
-        m, n, k = (end - start for start, end in self.block[1:])
+        m, n, k = (end - start for start, end in self.block)
         return m, n, k
 
     def taken_s(self, parts: list[Block]) -> float:
@@ -61,8 +64,8 @@ class Lost(NamedTuple):
             ends = [min(ends[0], self.line_by_line_s(parts[0].device, n, m, k, self.holds_a))]
         return max(ends)
 
-    def line_by_line_s(self, device: int, lines: int, across: int, inner: int, holds: Bools) -> float:
-        size, fleet = WIRE_BYTES[self.wire], self.fleet
+    def line_by_line_s(self, name: str, lines: int, across: int, inner: int, holds: Bools) -> float:
+        size, fleet, device = WIRE_BYTES[self.wire], self.fleet, self.fleet.names.index(name)
         down_s, up_s = size / fleet.down_bytes_per_s[device], size / fleet.up_bytes_per_s[device]
         mac_s = 2.0 / fleet.flops_per_s[device]
         first_s = 0.0 if holds[device] else down_s * across * inner
@@ -86,7 +89,7 @@ def losses(
     count = len(fleet)
     return Lost(
         fleet,
-        Block(-1, cut(), cut(), cut()),
+        Extent(cut(), cut(), cut()),
         draw(wires),
         rng.random(count) < draw(st.sampled_from([0.0, 0.3, 1.0])),
         rng.random(count) < draw(st.sampled_from([0.0, 0.3, 1.0])),
@@ -96,10 +99,10 @@ def losses(
 
 def check_tiles(lost: Lost, parts: list[Block]) -> None:
     """Every element of the block in exactly one part, each part on someone who is there."""
-    assert all(0 <= part.device < len(lost.fleet) for part in parts)
+    assert {part.device for part in parts} <= set(lost.fleet.names)
     columns = [np.array([part[axis] for part in parts]) for axis in (1, 2, 3)]
     assert all((column[:, 0] < column[:, 1]).all() for column in columns)
-    whole = tilings.corners(*(np.array([lost.block[axis]]) for axis in (1, 2, 3)))
+    whole = tilings.corners(*(np.array([side]) for side in lost.block))
     assert tilings.same(tilings.corners(*columns), whole)
 
 
@@ -108,9 +111,9 @@ def held_bytes(part: Block) -> int:
     return DEVICE_BYTES * (m * k + k * n + m * n)
 
 
-def lines_of(lost: Lost, parts: list[Block], device: int) -> int:
+def lines_of(lost: Lost, parts: list[Block], number: int) -> int:
     """Elements that fall to a device."""
-    return sum((p.rows[1] - p.rows[0]) * (p.cols[1] - p.cols[0]) for p in parts if p.device == device)
+    return sum((p.rows[1] - p.rows[0]) * (p.cols[1] - p.cols[0]) for p in parts if p.device == lost.fleet.names[number])
 
 
 # ------------------------------------------------------------------------------------------------ any fleet
@@ -130,7 +133,7 @@ def test_nobody_gets_more_than_fits_even_if_the_block_must_be_cut_all_over(lost:
     except InfeasibleError:
         return
     check_tiles(lost, parts)
-    assert all(held_bytes(part) <= lost.fleet.memory_bytes[part.device] for part in parts)
+    assert all(held_bytes(part) <= lost.fleet.memory_bytes[lost.fleet.names.index(part.device)] for part in parts)
 
 
 @settings(phases=QUICK, max_examples=200)
@@ -173,7 +176,7 @@ def test_knowing_that_someone_holds_an_operand_makes_it_no_later(lost: Lost, dat
     m, n, k = lost.size
     slowest_line_s = max(
         more.line_by_line_s(part.device, 1, across, k, np.ones(len(lost.fleet), dtype=np.bool_))
-        - lost.backlog_s[part.device]
+        - lost.backlog_s[lost.fleet.names.index(part.device)]
         for part in more.redone()
         for across in (m, n)
     )
@@ -220,7 +223,7 @@ def example(count: int, block: tuple[int, int, int], **known: list[float]) -> Lo
     ones = np.ones(count)
     return Lost(
         fleets.of(1e12 * ones, 1e7 * ones, 3e6 * ones, 0.02 * ones, 2e9 * ones),
-        Block(-1, (5, 5 + m), (7, 7 + n), (3, 3 + k)),
+        Extent((5, 5 + m), (7, 7 + n), (3, 3 + k)),
         "fp32",
         np.array(known.get("holds_a", [0] * count), dtype=np.bool_),
         np.array(known.get("holds_b", [0] * count), dtype=np.bool_),
@@ -231,14 +234,14 @@ def example(count: int, block: tuple[int, int, int], **known: list[float]) -> Lo
 def test_who_holds_the_large_operand_takes_it_all() -> None:
     """A few rows through a large W: the three others would need longer to fetch W than one takes for all."""
     lost = example(4, (16, 2048, 2048), holds_b=[0, 0, 1, 0])
-    assert lost.redone() == [lost.block._replace(device=2)]
+    assert lost.redone() == [lost.given_to(2)]
 
 
 def test_who_hold_the_rows_divide_the_columns() -> None:
     lost = example(4, (2048, 16, 2048), holds_a=[1, 0, 1, 0])
     assert lost.redone() == [
-        lost.block._replace(device=0, cols=(7, 15)),
-        lost.block._replace(device=2, cols=(15, 23)),
+        lost.given_to(0)._replace(cols=(7, 15)),
+        lost.given_to(2)._replace(cols=(15, 23)),
     ]
 
 
@@ -255,12 +258,12 @@ def test_who_is_busy_for_long_gets_nothing_and_who_is_busy_for_a_while_gets_less
 
 def test_a_busy_holder_is_passed_over_where_fetching_is_sooner() -> None:
     lost = example(2, (16, 256, 256), holds_b=[1, 0], backlog_s=[100.0, 0.0])
-    assert {part.device for part in lost.redone()} == {1}
+    assert {part.device for part in lost.redone()} == {lost.fleet.names[1]}
 
 
 def test_a_single_element_is_done_by_one_device() -> None:
     lost = example(3, (1, 1, 1), backlog_s=[1.0, 0.5, 2.0])
-    assert lost.redone() == [lost.block._replace(device=1)]
+    assert lost.redone() == [lost.given_to(1)]
 
 
 def test_many_slow_devices_beside_a_fast_one_do_not_delay_it() -> None:
@@ -271,8 +274,8 @@ def test_many_slow_devices_beside_a_fast_one_do_not_delay_it() -> None:
     wide = np.full(count, 1e15)
     fleet = fleets.of(flops, wide, wide, np.zeros(count), np.full(count, 1e12))
     nobody = np.zeros(count, dtype=np.bool_)
-    lost = Lost(fleet, Block(-1, (0, side), (0, side), (0, side)), "fp32", nobody, nobody, np.zeros(count))
-    assert lost.taken_s(lost.redone()) <= lost.taken_s([lost.block._replace(device=0)]) * (1 + 1e-9)
+    lost = Lost(fleet, Extent((0, side), (0, side), (0, side)), "fp32", nobody, nobody, np.zeros(count))
+    assert lost.taken_s(lost.redone()) <= lost.taken_s([lost.given_to(0)]) * (1 + 1e-9)
 
 
 def test_where_no_device_holds_even_the_smallest_block_it_says_so() -> None:

@@ -8,7 +8,9 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.support import fleets, tilings
 
-from cleave.core.cost.gemm import Server, WireFormat, finish_s, unit_costs
+from cleave.core.cost.gemm import finish_s, unit_costs
+from cleave.core.cost.rates import Server
+from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Floats, Profiles
 from cleave.core.model.gemms import Gemm
 from cleave.core.plan.gemm.product import SERVER, GemmPlan, Split, plan_gemm

@@ -11,11 +11,13 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.support import fleets
 
-from cleave.core.cost.gemm import Server
-from cleave.core.cost.resident import Sublayer, live_terms, stack, units
+from cleave.core.cost.rates import Server
+from cleave.core.cost.resident import shard_costs, sum_up
+from cleave.core.cost.terms import live_terms
 from cleave.core.fleet.profiles import Profiles
+from cleave.core.model.sublayers import Sublayer, SublayerKind
 from cleave.core.plan.resident.small_fleet import plan_columns
-from cleave.core.plan.resident.stages import ColumnPlan, Setting, Share, Stage, judge
+from cleave.core.plan.resident.stages import Draft, ResidentPlan, Setting, judge
 from cleave.errors import InfeasibleError, InputError
 
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -23,14 +25,23 @@ H, S = 512, 128
 
 
 def model(layers: int, *, trained: bool = True, vocabulary: int = 16_000) -> tuple[Sublayer, ...]:
-    def sublayer(kind: str, params: int, kv_width: int, inner: int, slices: int) -> Sublayer:
-        share = params if trained else params // 100
-        assert kind in ("attention", "mlp", "head")
-        return Sublayer(kind=kind, params=params, trained=share, kv_width=kv_width, inner=inner, slices=slices)
+    def sublayer(kind: SublayerKind, sides: int, kv_width: int, inner: int, slices: int) -> Sublayer:
+        params, last = sides * inner * H, inner * H
+        return Sublayer(
+            kind=kind,
+            params=params,
+            trained=params if trained else params // 100,
+            kv_width=kv_width,
+            inner=inner,
+            slices=slices,
+            products=params,
+            gradient_products=params if trained else params // 100,
+            rebuilt_products={"attention": last, "mlp": params - last, "head": params}[kind],
+            passed_products={"attention": 2 * last, "mlp": params, "head": 0}[kind],
+        )
 
-    attention = sublayer("attention", 4 * H * H, H, H, 8)
-    mlp = sublayer("mlp", 12 * H * H, 0, 4 * H, 4 * H)
-    return (attention, mlp) * layers + (sublayer("head", vocabulary * H, 0, vocabulary, vocabulary),)
+    attention, mlp = sublayer("attention", 4, H, H, 8), sublayer("mlp", 3, 0, 4 * H, 4 * H)
+    return (attention, mlp) * layers + (sublayer("head", 1, 0, vocabulary, vocabulary),)
 
 
 def equal(
@@ -46,8 +57,8 @@ def planned(
     sequences: int = 16,
     medium: float = inf,
     server: Server | None = None,
-    previous: ColumnPlan | None = None,
-) -> ColumnPlan:
+    previous: ResidentPlan | None = None,
+) -> ResidentPlan:
     return plan_columns(
         fleet,
         sublayers,
@@ -61,25 +72,28 @@ def planned(
     )
 
 
-def check(plan: ColumnPlan, fleet: Profiles, sublayers: tuple[Sublayer, ...], sequences: int) -> None:
+def check(plan: ResidentPlan, fleet: Profiles, sublayers: tuple[Sublayer, ...], sequences: int) -> None:
     """Everything that holds of any plan, worked out anew from its stages."""
     ends = [0]
     for stage in plan.stages:
         assert stage.first == ends[-1]
-        assert len(stage.slices) == 1 or (stage.count == 1 and sublayers[stage.first].allows(len(stage.slices)))
+        assert len(stage.columns) == 1 or (stage.count == 1 and sublayers[stage.first].allows(len(stage.columns)))
         ends.append(stage.first + stage.count)
     assert ends[-1] == len(sublayers), "every sublayer is in one stage"
     holders = [device for stage in plan.stages for device in stage.devices]
     assert len(holders) == len(set(holders)), "a device is in one column"
-    of = stack(sublayers, hidden=H, sequence=S, terms=live_terms("bf16"))
+    of = sum_up(sublayers, hidden=H, sequence=S, terms=live_terms("bf16"))
+    memory = dict(zip(fleet.names, fleet.memory_bytes.tolist(), strict=True))
     for stage in plan.stages:
-        held = units(of, *(np.array([x]) for x in (stage.first, stage.count, len(stage.slices))), chunk=plan.chunk)
-        for column in stage.slices:
-            assert sum(share.sequences for share in column) == pytest.approx(sequences), "each row once"
-            assert all(share.sequences > 0 for share in column)
-            assert all(held.memory_bytes[0] <= fleet.memory_bytes[share.device] for share in column)
+        shard = (np.array([x]) for x in (stage.first, stage.count, len(stage.columns)))
+        held = shard_costs(of, *shard, chunk=plan.chunk)
+        for shard, holdings in stage.columns:
+            assert (shard.first, shard.count, shard.of) == (stage.first, stage.count, len(stage.columns))
+            assert sum(one.sequences for one in holdings) == pytest.approx(sequences), "each row once"
+            assert all(one.sequences > 0 for one in holdings)
+            assert all(held.memory_bytes[0] <= memory[one.device] for one in holdings)
             if held.takes_sequences[0]:
-                assert all(share.sequences == int(share.sequences) for share in column)
+                assert all(one.sequences == int(one.sequences) for one in holdings)
     least = sum(s.trained for s in sublayers) * 2
     assert plan.down_bytes >= least
     assert plan.up_bytes >= least
@@ -107,15 +121,15 @@ def test_any_plan_is_sound(
 def test_no_device_alone_and_no_data_parallel_is_faster(fleet: Profiles, layers: int, sequences: int) -> None:
     sublayers = model(layers)
     setting = Setting(
-        stack=stack(sublayers, hidden=H, sequence=S, terms=live_terms("bf16")),
+        sums=sum_up(sublayers, hidden=H, sequence=S, terms=live_terms("bf16")),
         sequences=sequences,
         profiles=fleet,
         server=Server(),
         medium_bytes_per_s=inf,
     )
-    everyone = tuple(Share(device, 1.0) for device in range(len(fleet)))
-    ways = [(share,) for share in everyone] + [everyone]
-    simple = [judge(setting, [Stage(first=0, count=len(sublayers), slices=(way,))], 64) for way in ways]
+    everyone = tuple(range(len(fleet)))
+    ways = [(device,) for device in everyone] + [everyone]
+    simple = [judge(setting, [Draft(0, len(sublayers), (way,))], 64) for way in ways]
     feasible = [plan.step_s for plan in simple if plan is not None]
     if feasible:
         assert planned(fleet, sublayers, sequences).step_s <= min(feasible) * 1.001
@@ -124,7 +138,7 @@ def test_no_device_alone_and_no_data_parallel_is_faster(fleet: Profiles, layers:
 def test_equal_devices_on_fast_links_share_the_rows() -> None:
     plan = planned(equal(4, link=1e9), model(4))
     assert len(plan.stages) == 1
-    assert [share.sequences for share in plan.stages[0].slices[0]] == [4, 4, 4, 4]
+    assert [holding.sequences for holding in plan.stages[0].columns[0].holdings] == [4, 4, 4, 4]
     assert plan.limit == "compute"
 
 
@@ -136,7 +150,7 @@ def test_equal_devices_on_a_slow_medium_become_a_pipeline_when_weights_are_train
 
 
 def test_devices_of_one_machine_are_no_faster_than_its_cores() -> None:
-    def of(cores: float) -> ColumnPlan:
+    def of(cores: float) -> ResidentPlan:
         options = {"hidden": H, "sequences": 16, "sequence": S, "cores": cores}
         return plan_columns(equal(4, link=1e9), model(4), wire="bf16", **options)
 
@@ -146,18 +160,18 @@ def test_devices_of_one_machine_are_no_faster_than_its_cores() -> None:
 
 
 def test_where_memory_holds_few_sequences_at_once_they_go_in_turn() -> None:
-    layers = stack(model(4, trained=False), hidden=H, sequence=S, terms=live_terms("bf16"))
-    least = units(layers, np.array([0, 4]), np.array([4, 5]), np.array([1, 1]), chunk=64).memory_bytes.max()
+    layers = sum_up(model(4, trained=False), hidden=H, sequence=S, terms=live_terms("bf16"))
+    least = shard_costs(layers, np.array([0, 4]), np.array([4, 5]), np.array([1, 1]), chunk=64).memory_bytes.max()
 
-    def of(memory: float) -> ColumnPlan:
+    def of(memory: float) -> ResidentPlan:
         setting = Setting(
-            stack=layers,
+            sums=layers,
             sequences=16,
             profiles=equal(2, memory=memory),
             server=Server(),
             medium_bytes_per_s=inf,
         )
-        halves = [Stage(first=4 * n, count=4 + n, slices=((Share(n, 1.0),),)) for n in (0, 1)]
+        halves = [Draft(4 * n, 4 + n, ((n,),)) for n in (0, 1)]
         plan = judge(setting, halves, 64)
         assert plan is not None
         return plan
@@ -185,7 +199,7 @@ def test_a_sublayer_too_large_for_one_device_is_sliced() -> None:
     sublayers = model(1, vocabulary=64_000)
     fleet = equal(4, memory=8 * 64_000 * H / 1.8)
     plan = planned(fleet, sublayers)
-    assert len(plan.stages[-1].slices) > 1
+    assert len(plan.stages[-1].columns) > 1
     check(plan, fleet, sublayers, 16)
 
 
@@ -228,15 +242,13 @@ def test_a_previous_plan_of_another_model_or_of_devices_gone_is_ignored() -> Non
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_order_of_devices_changes_nothing_but_their_numbers(seed: int) -> None:
+def test_the_order_of_devices_changes_nothing(seed: int) -> None:
     ladder = 2.0 ** np.arange(5)
     fleet = fleets.of(1e10 * ladder, 1e7 * ladder, 5e6 * ladder, np.full(5, 0.01), 1e8 * ladder)
     mixed = np.random.default_rng(seed).permutation(5)
     plan, other = planned(fleet, model(4)), planned(fleet.take(mixed), model(4))
     assert other.step_s == pytest.approx(plan.step_s)
-    assert [sorted(mixed[list(stage.devices)].tolist()) for stage in other.stages] == [
-        sorted(stage.devices) for stage in plan.stages
-    ]
+    assert [sorted(stage.devices) for stage in other.stages] == [sorted(stage.devices) for stage in plan.stages]
 
 
 def test_a_slower_medium_or_server_never_makes_a_step_faster() -> None:

@@ -7,7 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import fleets
 
-from cleave.core.cost.gemm import Server, WireFormat
+from cleave.core.cost.rates import Server
+from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.gemms import attention_products, step_gemms
 from cleave.core.model.shapes import named

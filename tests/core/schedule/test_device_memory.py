@@ -1,4 +1,4 @@
-"""Laws of a shelf: it never holds more than fits, never drops what is pinned, and knows what it lacks."""
+"""Laws of device memory: it never exceeds its limit, never drops pinned operands, and knows what it lacks."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cleave.core.schedule.device_memory import Shelf
+from cleave.core.schedule.device_memory import DeviceMemory, Holders
 from cleave.core.schedule.tasks import DeviceId, Operand, OperandId, Task, TaskId
 
 OPERANDS = [Operand(id=OperandId(i), bytes=size) for i, size in enumerate([0, 1, 2, 3, 5, 8, 13, 21], start=100)]
+ANN, BOB = DeviceId("ann"), DeviceId("bob")
 SIZES = {operand.id: operand.bytes for operand in OPERANDS}
 some_operands = st.lists(st.sampled_from(OPERANDS), min_size=1, max_size=4, unique=True)
 
@@ -20,7 +21,7 @@ some_operands = st.lists(st.sampled_from(OPERANDS), min_size=1, max_size=4, uniq
 def task(number: int, *operands: Operand, result_bytes: int = 0) -> Task:
     return Task(
         id=TaskId(number),
-        device=DeviceId("ann"),
+        device=ANN,
         priority=0,
         operands=operands,
         rows=1,
@@ -29,17 +30,22 @@ def task(number: int, *operands: Operand, result_bytes: int = 0) -> Task:
     )
 
 
-class ShelfMachine(RuleBasedStateMachine):
-    """Beside a list of what is held, the least recently used first, and one of the tasks that run."""
+def memory_of(memory_bytes: int, holders: Holders | None = None) -> DeviceMemory:
+    return DeviceMemory(ANN, memory_bytes, Holders() if holders is None else holders)
+
+
+class DeviceMemoryMachine(RuleBasedStateMachine):
+    """A memory beside a model of it: the held operands, least recently used first, and the running tasks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.shelf = Shelf(0)
+        self.holders = Holders()
+        self.memory = memory_of(0, self.holders)
         self.held: list[OperandId] = []
         self.tasks: list[Task] = []
         self.dead: set[OperandId] = set()
         self.absent: set[OperandId] = set()
-        """Not there after all, though room is kept for them while tasks pin them."""
+        """Not sent completely; they keep their memory while tasks pin them."""
         self.count = 0
 
     @property
@@ -51,8 +57,9 @@ class ShelfMachine(RuleBasedStateMachine):
         return sum(SIZES[operand] for operand in self.held) + sum(task.result_bytes for task in self.tasks)
 
     @initialize(memory_bytes=st.integers(0, 80))
-    def a_device_comes(self, memory_bytes: int) -> None:
-        self.shelf = Shelf(memory_bytes)
+    def a_device_joins(self, memory_bytes: int) -> None:
+        self.memory = memory_of(memory_bytes, self.holders)
+        self.holders.add(OPERANDS[0].id, BOB)  # holds it all the time
 
     @rule(operands=some_operands, result_bytes=st.integers(0, 12))
     def a_task_is_placed(self, operands: list[Operand], result_bytes: int) -> None:
@@ -60,22 +67,22 @@ class ShelfMachine(RuleBasedStateMachine):
         new = task(self.count, *operands, result_bytes=result_bytes)
         lacking = [operand for operand in operands if operand.id not in self.held]
         missing = [operand for operand in operands if operand.id not in self.held or operand.id in self.absent]
-        assert list(self.shelf.missing(new)) == missing
+        assert list(self.memory.missing(new)) == missing
         ids = {operand.id for operand in operands}
         pinned_bytes = sum(SIZES[operand] for operand in self.pinned | ids)
-        fits = pinned_bytes + sum(t.result_bytes for t in [*self.tasks, new]) <= self.shelf.memory_bytes
-        dropped = self.shelf.place(new)
-        assert (dropped is not None) == fits, "whatever is not pinned makes room"
+        fits = pinned_bytes + sum(t.result_bytes for t in [*self.tasks, new]) <= self.memory.memory_bytes
+        dropped = self.memory.place(new)
+        assert (dropped is not None) == fits, "whatever is not pinned can be evicted"
         if dropped is None:
             return
-        assert self.shelf.can_ever_fit(new)
+        assert self.memory.can_ever_fit(new)
         assert (self.pinned | ids).isdisjoint(dropped)
         idle = [operand for operand in self.held if operand not in self.pinned | ids]
-        assert list(dropped) == idle[: len(dropped)], "the least recently used go"
+        assert list(dropped) == idle[: len(dropped)], "the least recently used are evicted"
         if dropped:
             before = self.used_bytes + sum(operand.bytes for operand in lacking) + result_bytes
             short = before - sum(SIZES[operand] for operand in dropped[:-1])
-            assert short > self.shelf.memory_bytes, "and no more than must"
+            assert short > self.memory.memory_bytes, "and no more than needed"
         self.held = [operand for operand in self.held if operand not in ids and operand not in dropped]
         self.held += [operand.id for operand in operands]
         self.dead -= ids
@@ -87,52 +94,55 @@ class ShelfMachine(RuleBasedStateMachine):
     def a_task_ends(self, data: st.DataObject) -> None:
         ended = data.draw(st.sampled_from(self.tasks))
         self.tasks.remove(ended)
-        gone = self.shelf.unplace(ended)
+        gone = self.memory.unplace(ended)
         assert len(set(gone)) == len(gone)
         assert set(gone) <= {operand.id for operand in ended.operands} - self.pinned - self.absent
         released = self.dead & set(self.held) - self.pinned - self.absent
-        assert released <= set(gone), "what is released goes with its last task"
+        assert released <= set(gone), "a released operand is dropped with its last task"
         self.forget(gone)
 
     @rule(operands=some_operands)
     def operands_are_released(self, operands: list[Operand]) -> None:
         ids = {operand.id for operand in operands}
-        gone = self.shelf.release(operand.id for operand in operands)
+        gone = self.memory.release(operand.id for operand in operands)
         assert set(gone) == ids & set(self.held) - self.pinned
         assert len(set(gone)) == len(gone)
         self.dead |= ids & self.pinned
         self.forget(gone)
 
     @rule(operands=some_operands)
-    def operands_did_not_go_out(self, operands: list[Operand]) -> None:
+    def operands_were_not_sent(self, operands: list[Operand]) -> None:
         ids = {operand.id for operand in operands}
-        self.shelf.discard(ids)
+        self.memory.discard(ids)
         self.absent |= ids & self.pinned
         self.forget(ids - self.pinned)
 
     def forget(self, operands: Iterable[OperandId]) -> None:
-        """These go, and with them what was not there and nobody pins any more."""
+        """Drop these, and absent operands that no task pins any more."""
         gone = {*operands, *(self.absent - self.pinned)}
         self.held = [operand for operand in self.held if operand not in gone]
         self.absent -= gone
 
     @invariant()
-    def the_twin_agrees(self) -> None:
-        self.shelf.check(self.tasks)
-        assert self.shelf.used_bytes == self.used_bytes <= self.shelf.memory_bytes
-        assert {operand.id for operand in OPERANDS if operand.id in self.shelf} == set(self.held) - self.absent
+    def the_model_agrees(self) -> None:
+        self.memory.check(self.tasks)
+        assert self.memory.used_bytes == self.used_bytes <= self.memory.memory_bytes
+        assert {operand.id for operand in OPERANDS if operand.id in self.memory} == set(self.held) - self.absent
+        assert {operand.id for operand in OPERANDS if ANN in self.holders[operand.id]} == set(self.memory)
+        assert [operand.id for operand in OPERANDS if BOB in self.holders[operand.id]] == [OPERANDS[0].id]
 
     def teardown(self) -> None:
         for ended in list(self.tasks):
             self.tasks.remove(ended)
-            self.forget(self.shelf.unplace(ended))
-        self.shelf.check([])
-        assert set(self.shelf.release(list(SIZES))) == set(self.held)
-        assert self.shelf.used_bytes == 0
+            self.forget(self.memory.unplace(ended))
+        self.memory.check([])
+        assert set(self.memory.release(list(SIZES))) == set(self.held)
+        assert self.memory.used_bytes == 0
+        assert list(self.holders) == [OPERANDS[0].id], "operands without holders are forgotten"
 
 
-TestShelf = ShelfMachine.TestCase
-TestShelf.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
+TestDeviceMemory = DeviceMemoryMachine.TestCase
+TestDeviceMemory.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
 
 
 # ------------------------------------------------------------------------------------------------ examples
@@ -141,77 +151,88 @@ X, W = Operand(id=OperandId(1), bytes=10), Operand(id=OperandId(2), bytes=20)
 
 
 def test_without_room_nothing_changes() -> None:
-    shelf = Shelf(40)
+    memory = memory_of(40)
     one = task(1, W, result_bytes=4)
-    assert shelf.place(task(0, X)) == ()
-    assert shelf.unplace(task(0, X)) == ()
-    assert shelf.place(one) == ()
-    assert shelf.place(task(2, Operand(id=OperandId(3), bytes=20))) is None
-    shelf.check([one])
-    assert X.id in shelf, "what would not have helped is not dropped"
+    assert memory.place(task(0, X)) == ()
+    assert memory.unplace(task(0, X)) == ()
+    assert memory.place(one) == ()
+    assert memory.place(task(2, Operand(id=OperandId(3), bytes=20))) is None
+    memory.check([one])
+    assert X.id in memory, "what would not have helped is not evicted"
 
 
-def test_operands_of_the_new_task_make_no_room_for_it() -> None:
-    shelf = Shelf(30)
-    shelf.place(task(1, X))
-    shelf.unplace(task(1, X))
-    assert shelf.place(task(2, X, W)) == ()
-    shelf.check([task(2, X, W)])
+def test_operands_of_the_new_task_are_not_evicted_for_it() -> None:
+    memory = memory_of(30)
+    memory.place(task(1, X))
+    memory.unplace(task(1, X))
+    assert memory.place(task(2, X, W)) == ()
+    memory.check([task(2, X, W)])
 
 
-def test_a_shared_operand_takes_its_room_once_and_stays_until_the_last_is_done() -> None:
-    shelf = Shelf(20)
+def test_a_shared_operand_takes_memory_once_and_stays_until_its_last_task_ends() -> None:
+    memory = memory_of(20)
     one, two = task(1, W), task(2, W)
-    assert shelf.place(one) == ()
-    assert shelf.place(two) == ()
-    assert shelf.used_bytes == 20
-    assert shelf.release([W.id]) == ()
-    assert shelf.unplace(one) == ()
-    assert shelf.unplace(two) == (W.id,)
-    assert shelf.used_bytes == 0
+    assert memory.place(one) == ()
+    assert memory.place(two) == ()
+    assert memory.used_bytes == 20
+    assert memory.release([W.id]) == ()
+    assert memory.unplace(one) == ()
+    assert memory.unplace(two) == (W.id,)
+    assert memory.used_bytes == 0
 
 
 @pytest.mark.parametrize(("memory_bytes", "fits"), [(33, False), (34, True)])
-def test_a_task_that_needs_more_than_all_there_is_can_never_fit(memory_bytes: int, fits: bool) -> None:
-    assert Shelf(memory_bytes).can_ever_fit(task(1, X, W, result_bytes=4)) == fits
+def test_a_task_that_needs_more_than_all_memory_can_never_fit(memory_bytes: int, fits: bool) -> None:
+    assert memory_of(memory_bytes).can_ever_fit(task(1, X, W, result_bytes=4)) == fits
 
 
-# ------------------------------------------------------------------------------------------------ what devices make
+def test_a_departed_device_holds_nothing() -> None:
+    holders = Holders()
+    memory = memory_of(40, holders)
+    memory.place(task(1, X, W))
+    memory.discard([X.id])
+    memory.place(task(2, X))
+    holders.add(W.id, BOB)
+    memory.clear()
+    assert [(operand, *holders[operand]) for operand in holders] == [(W.id, BOB)]
+
+
+# ------------------------------------------------------------------------------------------------ made operands
 
 
 MADE = Operand(id=OperandId(9), bytes=12, is_made=True)
 
 
-def test_what_a_device_makes_is_never_sent() -> None:
-    shelf = Shelf(100)
-    assert shelf.missing(task(1, MADE, X)) == (X,)
-    shelf.place(task(1, MADE, X))
-    assert shelf.used_bytes == 22, "but takes its room"
+def test_a_made_operand_is_never_sent() -> None:
+    memory = memory_of(100)
+    assert memory.missing(task(1, MADE, X)) == (X,)
+    memory.place(task(1, MADE, X))
+    assert memory.used_bytes == 22, "but takes memory"
 
 
-def test_what_a_device_made_makes_no_room_for_others() -> None:
-    """It cannot be sent again: who needs the room waits."""
-    shelf = Shelf(30)
-    shelf.place(task(1, MADE))
-    shelf.unplace(task(1, MADE))
-    assert MADE.id in shelf
-    assert shelf.place(task(2, W)) is None
-    assert shelf.place(task(3, X)) == ()
-    shelf.unplace(task(3, X))
-    assert shelf.place(task(4, Operand(id=OperandId(4), bytes=18))) == (X.id,), "what was sent does"
-    shelf.check([task(4, Operand(id=OperandId(4), bytes=18))])
+def test_a_made_operand_is_not_evicted() -> None:
+    """It cannot be sent again: a task that needs its memory waits."""
+    memory = memory_of(30)
+    memory.place(task(1, MADE))
+    memory.unplace(task(1, MADE))
+    assert MADE.id in memory
+    assert memory.place(task(2, W)) is None
+    assert memory.place(task(3, X)) == ()
+    memory.unplace(task(3, X))
+    assert memory.place(task(4, Operand(id=OperandId(4), bytes=18))) == (X.id,), "a sent operand is"
+    memory.check([task(4, Operand(id=OperandId(4), bytes=18))])
 
 
 @pytest.mark.parametrize("is_running", [False, True])
-def test_what_a_device_made_goes_when_it_is_released(is_running: bool) -> None:
-    shelf = Shelf(30)
+def test_a_made_operand_is_dropped_when_it_is_released(is_running: bool) -> None:
+    memory = memory_of(30)
     one = task(1, MADE)
-    shelf.place(one)
+    memory.place(one)
     if is_running:
-        assert shelf.release([MADE.id]) == ()
-        assert shelf.unplace(one) == (MADE.id,)
+        assert memory.release([MADE.id]) == ()
+        assert memory.unplace(one) == (MADE.id,)
     else:
-        shelf.unplace(one)
-        assert shelf.release([MADE.id]) == (MADE.id,)
-    assert shelf.used_bytes == 0
-    assert shelf.place(task(2, W)) == ()
+        memory.unplace(one)
+        assert memory.release([MADE.id]) == (MADE.id,)
+    assert memory.used_bytes == 0
+    assert memory.place(task(2, W)) == ()

@@ -1,50 +1,63 @@
-"""Laws of a batch's way through columns: whoever leaves or lags, and in whatever order units end, every chunk of every
-sequence goes once through every column, and its gradients are read once."""
+"""Laws of a batch's way through shards: whichever devices leave or lag, and in whatever order units end, every chunk of
+every sequence goes once through every shard, and its gradients are read once."""
 
 from __future__ import annotations
 
-from collections import Counter
+import sys
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import pytest
+from cleave.core.schedule.desks import Desk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.core.schedule.pipeline import Account, Column, Course, Desk, Flow, Seat, Unit
-from cleave.core.schedule.tasks import DeviceId
+from cleave.core.fleet.profiles import DeviceId
+from cleave.core.model.shard import Shard
+from cleave.core.schedule.pipeline import Account, Course, Pipeline, Seat, Unit
 
 steady = settings(max_examples=150, deadline=None, derandomize=True)
 TENSORS = 3
-"""Of each column, read one by one."""
+"""Of each shard, read one by one."""
+
+
+def stage(number: int, slices: int = 1) -> list[Shard]:
+    return [Shard(first=number, count=1, index=index, of=slices) for index in range(slices)]
+
+
+def stages_of(*slices: int) -> list[list[Shard]]:
+    return [stage(number, count) for number, count in enumerate(slices)]
+
+
+def all_desks(pipeline: Pipeline) -> list[tuple[Shard, Desk]]:
+    return [(shard, desk) for shard in pipeline.shards for desk in pipeline.desks.of(shard).values()]
 
 
 @dataclass
 class Table:
     """Plays the devices: keeps, as they would, which rows went into which state and which accumulator."""
 
-    flow: Flow
+    pipeline: Pipeline
     sequences: int
     chunks: int
+    late: set[DeviceId] = field(default_factory=lambda: set[DeviceId]())
     under_way: list[Unit] = field(default_factory=lambda: list[Unit]())
     forward: dict[Seat, list[int]] = field(default_factory=lambda: dict[Seat, list[int]]())
     added: dict[Account, Counter[tuple[int, int]]] = field(
         default_factory=lambda: dict[Account, Counter[tuple[int, int]]]()
     )
     reading: dict[Account, set[int]] = field(default_factory=lambda: dict[Account, set[int]]())
-    results: Counter[tuple[str, Column, int, int]] = field(
-        default_factory=lambda: Counter[tuple[str, Column, int, int]]()
+    results: Counter[tuple[str, Shard, int, int]] = field(
+        default_factory=lambda: Counter[tuple[str, Shard, int, int]]()
     )
-    read: Counter[tuple[Column, int, int, int]] = field(default_factory=lambda: Counter[tuple[Column, int, int, int]]())
+    read: Counter[tuple[Shard, int, int, int]] = field(default_factory=lambda: Counter[tuple[Shard, int, int, int]]())
 
     def take(self, units: list[Unit]) -> None:
         self.under_way += units
-        for column in self.flow.columns:
-            for account in self.flow.readable(column):
-                part = account.part
-                mine = [other for other in self.flow.accounts[column] if other.device == account.device]
-                assert sum(not other.is_closed for other in mine) == 0, "one account of a column at a time"
-                self.reading[account] = set(range(TENSORS)) if part is None else set(part)  # type: ignore[call-overload]
-        self.under_way += self.flow.settle()
+        for account in self.pipeline.readable():
+            part = account.part
+            self.reading[account] = set(range(TENSORS)) if part is None else set(part)  # type: ignore[call-overload]
+        self.under_way += self.pipeline.settle()
 
     def finish(self, unit: Unit) -> None:
         self.under_way.remove(unit)
@@ -55,29 +68,34 @@ class Table:
             so_far.append(unit.chunk)
         else:
             assert len(self.forward[seat]) == self.chunks, "backward when all of it has gone forward"
+            assert not seat.account.is_closed, "nothing is added to an account that is read"
             mine = self.added.setdefault(seat.account, Counter())
             done = sum(count for (sequence, _), count in mine.items() if sequence == seat.sequence)
             assert unit.chunk == self.chunks - 1 - done, "backward in reverse"
             mine[seat.sequence, unit.chunk] += 1
         if not unit.is_silent:
-            self.results[unit.direction, seat.column, seat.sequence, unit.chunk] += 1
-        self.take(self.flow.done(unit))
+            self.results[unit.direction, seat.shard, seat.sequence, unit.chunk] += 1
+        self.take(self.pipeline.done(unit))
 
     def read_one(self, account: Account) -> None:
         tensor = min(self.reading[account])
         self.reading[account].discard(tensor)
         for (sequence, chunk), count in self.added[account].items():
-            self.read[account.column, tensor, sequence, chunk] += count
+            self.read[account.shard, tensor, sequence, chunk] += count
         if not self.reading[account]:
-            account.is_read = True
+            self.pipeline.mark_read(account)
             del self.reading[account]
 
     def lose(self, device: DeviceId) -> None:
         left_over = {account: frozenset(wanted) for account, wanted in self.reading.items() if account.device == device}
-        lost, units = self.flow.leave(device, left_over)
+        lost, units = self.pipeline.leave(device, left_over)
         for account in [account for account in self.reading if account.device == device]:
             del self.reading[account]
         self.forget(lost, units)
+
+    def lag(self, device: DeviceId) -> None:
+        self.late.add(device)
+        self.forget(*self.pipeline.give_up_seats(device))
 
     def forget(self, lost: list[Seat], units: list[Unit]) -> None:
         self.under_way = [unit for unit in self.under_way if unit.seat not in lost]
@@ -86,40 +104,33 @@ class Table:
 
 @st.composite
 def tables(draw: st.DrawFn) -> Table:
-    stages = draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    stages = stages_of(*draw(st.lists(st.integers(1, 3), min_size=1, max_size=4)))
     sequences, chunks = draw(st.integers(1, 5)), draw(st.integers(1, 3))
     course: Course = draw(st.sampled_from(["forward", "backward", "both"]))
-    trained = {stage for stage in range(len(stages)) if draw(st.booleans())}
-    flow = Flow(stages, sequences=sequences, chunks=chunks, course=course, trained=trained)
-    for column in flow.columns:
-        for device in draw(st.sets(st.integers(0, 4), min_size=1, max_size=3)):
-            flow.desks[column].append(Desk(DeviceId(f"d{device}"), draw(st.integers(1, 3)), 1.0))
-    return Table(flow, sequences, chunks)
+    trained = {shard for shards in stages for shard in shards if draw(st.booleans())}
+    late: set[DeviceId] = set()
+    pipeline = Pipeline(stages, sequences=sequences, chunks=chunks, course=course, trained=trained, late=late)
+    for shard in pipeline.shards:
+        for place, device in enumerate(sorted(draw(st.sets(st.integers(0, 4), min_size=1, max_size=3)))):
+            slots = sequences if place == 0 else draw(st.integers(1, 3))  # one that stays can take all
+            pipeline.add_desk(shard, Desk(DeviceId(f"d{device}"), slots, 1.0))
+    return Table(pipeline, sequences, chunks, late)
 
 
 def run(table: Table, data: st.DataObject, *, trouble: int) -> None:
-    """To the end, with some devices lost or late on the way; each column keeps one that stays."""
-    flow = table.flow
-    safe = {column: desks[0].device for column, desks in flow.desks.items()}
-    for column, desks in flow.desks.items():
-        desks[0].slots = table.sequences  # whoever stays can take all
-        assert safe[column]
-    table.take(flow.begin())
+    """To the end, with some devices lost or late on the way; each shard keeps one that stays."""
+    pipeline = table.pipeline
+    safe = {next(iter(pipeline.desks.of(shard))) for shard in pipeline.shards}
+    table.take(pipeline.begin())
     for _ in range(10_000):
-        flow.check()
+        pipeline.check()
         if not table.under_way and not table.reading:
             break
-        doomed = sorted({desk.device for desks in flow.desks.values() for desk in desks} - set(safe.values()))
+        doomed = sorted({desk.device for _, desk in all_desks(pipeline)} - safe)
         if doomed and trouble and data.draw(st.integers(0, 5)) == 0:
             trouble -= 1
             device = data.draw(st.sampled_from(doomed))
-            if data.draw(st.booleans()):
-                table.lose(device)
-            else:
-                for desks in flow.desks.values():
-                    for desk in desks:
-                        desk.is_late = desk.is_late or desk.device == device
-                table.forget(*flow.give_up_seats(device))
+            (table.lose if data.draw(st.booleans()) else table.lag)(device)
             continue
         accounts = list(table.reading)
         index = data.draw(st.integers(0, len(table.under_way) + len(accounts) - 1))
@@ -127,7 +138,7 @@ def run(table: Table, data: st.DataObject, *, trouble: int) -> None:
             table.finish(next(unit for unit in table.under_way if _is_first(unit, table.under_way, index)))
         else:
             table.read_one(accounts[index - len(table.under_way)])
-    assert not flow.is_stuck
+    assert not pipeline.is_stuck
 
 
 def _is_first(unit: Unit, under_way: list[Unit], index: int) -> bool:
@@ -137,26 +148,27 @@ def _is_first(unit: Unit, under_way: list[Unit], index: int) -> bool:
 
 @steady
 @given(tables(), st.data())
-def test_every_chunk_goes_once_through_every_column_and_its_gradients_are_read_once(
+def test_every_chunk_goes_once_through_every_shard_and_its_gradients_are_read_once(
     table: Table, data: st.DataObject
 ) -> None:
     run(table, data, trouble=data.draw(st.integers(0, 4)))
-    flow = table.flow
-    directions = {"forward": ["forward"], "backward": ["backward"], "both": ["forward", "backward"]}[flow.course]
+    pipeline = table.pipeline
+    directions = {"forward": ["forward"], "backward": ["backward"], "both": ["forward", "backward"]}[pipeline.course]
     everything = [
-        (direction, column, sequence, chunk)
+        (direction, shard, sequence, chunk)
         for direction in directions
-        for column in flow.columns
+        for shard in pipeline.shards
         for sequence in range(table.sequences)
         for chunk in range(table.chunks)
     ]
     assert table.results == Counter(everything)
-    assert flow.is_read
-    assert all(flow.ended("backward" if direction == "backward" else "forward") for direction in directions)
+    assert pipeline.is_read
+    assert all(pipeline.ended("backward" if direction == "backward" else "forward") for direction in directions)
+    assert all(pipeline.is_gathered(shard) for shard in pipeline.shards)
     assert table.read == Counter(
-        (column, tensor, sequence, chunk)
-        for column in flow.columns
-        if column.stage in flow.trained
+        (shard, tensor, sequence, chunk)
+        for shard in pipeline.shards
+        if shard in pipeline.trained
         for tensor in range(TENSORS)
         for sequence in range(table.sequences)
         for chunk in range(table.chunks)
@@ -166,52 +178,111 @@ def test_every_chunk_goes_once_through_every_column_and_its_gradients_are_read_o
 @steady
 @given(tables())
 def test_no_desk_has_more_sequences_open_than_it_has_slots(table: Table) -> None:
-    table.take(table.flow.begin())
+    table.take(table.pipeline.begin())
     while table.under_way:
-        assert all(desk.open <= desk.slots for desks in table.flow.desks.values() for desk in desks)
+        assert all(desk.open <= desk.slots for _, desk in all_desks(table.pipeline))
         table.finish(table.under_way[0])
 
 
+@steady
+@given(tables(), st.data())
+def test_a_stage_is_over_for_a_sequence_when_every_slice_is(table: Table, data: st.DataObject) -> None:
+    pipeline, ends = table.pipeline, "forward" if table.pipeline.course == "forward" else "backward"
+    over: Counter[tuple[int, int]] = Counter()
+    table.take(pipeline.begin())
+    while table.under_way:
+        unit = data.draw(st.sampled_from(table.under_way))
+        unit = next(other for other in table.under_way if other.seat is unit.seat)
+        seat, number = unit.seat, pipeline.stage(unit.seat.shard)
+        table.finish(unit)
+        over[number, seat.sequence] += seat.done[ends] == table.chunks and unit.direction == ends
+        slices = sum(pipeline.stage(shard) == number for shard in pipeline.shards)
+        assert pipeline.is_stage_over(seat.shard, seat.sequence) == (over[number, seat.sequence] == slices)
+
+
 def test_stages_overlap_as_soon_as_a_chunk_is_through() -> None:
-    flow = Flow([1, 1], sequences=1, chunks=2, course="both")
-    for column in flow.columns:
-        flow.desks[column].append(Desk(DeviceId(f"d{column.stage}"), 1, 1.0))
-    first, second = flow.begin()
-    assert [unit.seat.column.stage for unit in flow.done(first)] == [1]
+    pipeline = Pipeline(stages_of(1, 1), sequences=1, chunks=2, course="both")
+    for shard in pipeline.shards:
+        pipeline.add_desk(shard, Desk(DeviceId(f"d{shard.first}"), 1, 1.0))
+    first, second = pipeline.begin()
+    assert [unit.seat.shard.first for unit in pipeline.done(first)] == [1]
     assert second.chunk == 1
 
 
-def test_a_column_nobody_serves_is_told_and_waits_for_a_desk() -> None:
-    flow = Flow([1, 1], sequences=2, chunks=1, course="both", trained={0, 1})
-    for column in flow.columns:
-        flow.desks[column].append(Desk(DeviceId(f"d{column.stage}"), 2, 1.0))
-    table = Table(flow, 2, 1)
-    table.take(flow.begin())
+def test_a_shard_that_no_device_serves_waits_for_a_desk() -> None:
+    first, second = stages_of(1, 1)
+    pipeline = Pipeline([first, second], sequences=2, chunks=1, course="both", trained={*first, *second})
+    for shard in pipeline.shards:
+        pipeline.add_desk(shard, Desk(DeviceId(f"d{shard.first}"), 2, 1.0))
+    table = Table(pipeline, 2, 1)
+    table.take(pipeline.begin())
     table.lose(DeviceId("d1"))
-    assert flow.unserved == [Column(1, 0)]
-    flow.desks[Column(1, 0)].append(Desk(DeviceId("d0"), 2, 1.0))
-    table.take(flow.settle())
+    assert pipeline.unserved == second
+    pipeline.add_desk(second[0], Desk(DeviceId("d0"), 2, 1.0))
+    table.take(pipeline.settle())
     while table.under_way or table.reading:
         if table.under_way:
             table.finish(table.under_way[0])
         else:
             table.read_one(next(iter(table.reading)))
-    assert flow.is_read
-    assert flow.ended("backward")
+    assert pipeline.is_read
+    assert pipeline.ended("backward")
 
 
-def test_nothing_can_go_on_when_nobody_is_left() -> None:
-    flow = Flow([1], sequences=1, chunks=1, course="forward")
-    flow.desks[Column(0, 0)].append(Desk(DeviceId("d"), 1, 1.0))
-    table = Table(flow, 1, 1)
-    table.take(flow.begin())
+def test_a_pipeline_without_devices_is_stuck() -> None:
+    pipeline = Pipeline([stage(0)], sequences=1, chunks=1, course="forward")
+    pipeline.add_desk(stage(0)[0], Desk(DeviceId("d"), 1, 1.0))
+    table = Table(pipeline, 1, 1)
+    table.take(pipeline.begin())
     table.lose(DeviceId("d"))
-    assert flow.is_stuck
+    assert pipeline.is_stuck
 
 
-@pytest.mark.parametrize("late", [False, True])
-def test_whoever_is_late_is_asked_last(late: bool) -> None:
-    flow = Flow([1], sequences=1, chunks=1, course="forward")
-    flow.desks[Column(0, 0)] += [Desk(DeviceId("fast"), 1, 9.0, is_late=late), Desk(DeviceId("slow"), 1, 1.0)]
-    (unit,) = flow.begin()
-    assert unit.seat.device == ("slow" if late else "fast")
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_late_device_is_chosen_last_from_the_moment_it_is_late(is_late: bool) -> None:
+    late: set[DeviceId] = set()
+    pipeline = Pipeline([stage(0)], sequences=1, chunks=1, course="forward", late=late)
+    pipeline.add_desk(stage(0)[0], Desk(DeviceId("fast"), 1, 9.0))
+    pipeline.add_desk(stage(0)[0], Desk(DeviceId("slow"), 1, 1.0))
+    if is_late:
+        late.add(DeviceId("fast"))
+    (unit,) = pipeline.begin()
+    assert unit.seat.device == ("slow" if is_late else "fast")
+
+
+def test_sequences_go_to_devices_in_proportion_to_their_speed() -> None:
+    pipeline = Pipeline([stage(0)], sequences=12, chunks=1, course="forward")
+    for device, speed in (("fast", 3.0), ("slow", 1.0), ("usual", 2.0)):
+        pipeline.add_desk(stage(0)[0], Desk(DeviceId(device), 12, speed))
+    assert Counter(unit.seat.device for unit in pipeline.begin()) == {"fast": 6, "usual": 4, "slow": 2}
+
+
+def _calls_per_unit(stages: int, devices: int) -> float:
+    """Function calls, ours and Python's own, that a unit costs when all devices of a stage share its rows."""
+    pipeline = Pipeline(stages_of(*[1] * stages), sequences=8, chunks=4, course="both")
+    for shard in pipeline.shards:
+        for number in range(devices):
+            pipeline.add_desk(shard, Desk(DeviceId(f"d{shard.first}.{number}"), 1, 1.0))
+    units, done, calls = deque(pipeline.begin()), 0, 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    while units:
+        unit = units.popleft()
+        sys.setprofile(count)
+        units += pipeline.done(unit)
+        pipeline.readable()
+        assert not pipeline.is_stuck or not units
+        assert not pipeline.unserved
+        sys.setprofile(None)
+        done += 1
+    assert done == 2 * 8 * 4 * stages
+    return calls / done
+
+
+def test_a_unit_costs_the_same_however_many_stages_and_devices_there_are() -> None:
+    few = _calls_per_unit(stages=2, devices=8)
+    assert _calls_per_unit(stages=40, devices=8) < 1.3 * few
+    assert _calls_per_unit(stages=2, devices=400) < 1.3 * few

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.core.verify.test_products import FORMATS, Data, Order, formats, multiply, operand, sent, size
 
-from cleave.core.cost.gemm import WireFormat
+from cleave.core.cost.wire import WireFormat
 from cleave.core.verify.products import GROUP, Ints, Matrix, Rows, check, draw, glance, judge, project
 
 LIES = ("random", "element", "scaled", "flipped", "stale", "zeros")

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.core.cost.gemm import WireFormat
+from cleave.core.cost.wire import WireFormat
 from cleave.core.verify.products import GROUP, Matrix, Rows, Verdict, check, draw, peaks, project, recheck
 from cleave.protocol.numbers import NumpyCodec
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.core.cost.gemm import WireFormat
+from cleave.core.cost.wire import WireFormat
 from cleave.core.verify.recompute import SAMPLED, SUSPECTED, Matrix, chance, disagreement, least_of
 from cleave.core.verify.trust import Trust
 from cleave.protocol.numbers import NumpyCodec

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,6 @@ _TARGETS = {"gpt2": ["c_attn", "c_fc"], "opt": ["q_proj", "fc1"], "llama": ["q_p
 
 def resident(model: nn.Module, columns: Any) -> Any:
     return distribute(model, columns, offload="always", grain="resident")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

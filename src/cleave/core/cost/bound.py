@@ -12,7 +12,8 @@ from collections.abc import Callable
 
 import numpy as np
 
-from cleave.core.cost.gemm import Server, UnitCosts, area_within, best_inner
+from cleave.core.cost.gemm import UnitCosts, area_within, best_inner
+from cleave.core.cost.rates import Server
 from cleave.core.fleet.profiles import Floats, Ints
 from cleave.core.model.gemms import Gemm
 

@@ -1,4 +1,4 @@
-"""The only home of the formulas: seconds, bytes and memory of a block, and their inverses.
+"""Laws of a block of one gemm: seconds, bytes and memory, and their inverses.
 
 A block is `rows` x `cols` of the output over `inner` of the inner dimension. A device receives its row strip of A and
 its column strip of B, multiplies, and returns the block. Strips go down in turn (growing square), so that download,
@@ -14,35 +14,25 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import numpy as np
 
+from cleave.core.cost.rates import Real, Server
+from cleave.core.cost.wire import DEVICE_BYTES, WIRE_BYTES, WireFormat
 from cleave.core.fleet.profiles import Floats, Ints, Profiles
-from cleave.core.model.gemms import Role
-
-WireFormat = Literal["fp32", "bf16", "fp16", "int8"]
-WIRE_BYTES: dict[WireFormat, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+from cleave.core.model.gemms import Linear, Role
 
 Limit = Literal["down", "compute", "up", "latency", "server"]
 
 Frame = Literal["inner-side-side", "side-inner-side", "side-side-inner"]
 """How blocks nest: the dimension sheets are stacked in, the one columns lie side by side in, the one devices divide."""
 
-SERVER_DOWN_BYTES_PER_S, SERVER_UP_BYTES_PER_S = 2.7e9, 0.93e9
-"""Measured for messages of 4 MB through uvicorn: 0.37 and 1.07 s of a core for each GB."""
-THIN_ROWS = 40
-"""Rows that take as long to multiply as their weights take to read. Blocks of a Llama in numpy, hidden 512: 16 rows at
-a time ran at 20 GFLOP/s, 64 at 45, 256 at 60."""
 TILE_BYTES = 16e6
 """Working tiles beside the operands: sub-blocks being multiplied and results waiting for the uplink."""
 PANEL = 256
 """Inner length of a panel where operands do not fit whole and partial sums stay on the device in fp32."""
 ACCUMULATOR_BYTES = 4
-DEVICE_BYTES = 4
-"""A live device holds numbers as fp32, whatever the wire."""
-
-Real = Floats | float
 _TINY = 1e-300
 _NO_TRANSFER_S = 1e-30
 _BOUNDLESS = 1e12
@@ -83,22 +73,6 @@ class UnitCosts:
         return replace(self, memory_bytes=np.full(len(self), np.inf))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Server:
-    """What the server adds and where it limits; its links are shared by all devices."""
-
-    down_bytes_per_s: float = np.inf
-    """egress: everything that goes down to devices"""
-    up_bytes_per_s: float = np.inf
-    """ingress: everything that comes up from devices"""
-    flops_per_s: float = 0.0
-    """0: the server computes no block itself"""
-
-    @property
-    def is_capped(self) -> bool:
-        return bool(np.isfinite(self.down_bytes_per_s) or np.isfinite(self.up_bytes_per_s))
-
-
 def unit_costs(profiles: Profiles, wire: WireFormat, server: Server) -> UnitCosts:
     """Costs of every device, and last of the server itself if it computes."""
     size = WIRE_BYTES[wire]
@@ -116,30 +90,6 @@ def unit_costs(profiles: Profiles, wire: WireFormat, server: Server) -> UnitCost
         memory_bytes=column(profiles.memory_bytes, np.inf),
         remote=column(np.ones(len(profiles)), 0.0),
     )
-
-
-def handling_s(down_bytes: float, up_bytes: float) -> float:
-    """What a server's one core spends on sending and taking so many bytes, over sockets and with results checked."""
-    return down_bytes / SERVER_DOWN_BYTES_PER_S + up_bytes / SERVER_UP_BYTES_PER_S
-
-
-def thin_effort(rows: Real) -> Real:
-    """How much longer the operations of so few rows take than those of many: weights are read for them alone."""
-    return 1 + THIN_ROWS / rows
-
-
-class Pace(NamedTuple):
-    """What a device can do, as last measured."""
-
-    flops_per_s: float
-    down_bytes_per_s: float
-    up_bytes_per_s: float
-    latency_s: float
-
-    def seconds(self, down_bytes: int, flops: float, up_bytes: int) -> float:
-        """For one task by itself, nothing overlapping: what it should take at most."""
-        moving_s = down_bytes / self.down_bytes_per_s + up_bytes / self.up_bytes_per_s
-        return self.latency_s + moving_s + flops / self.flops_per_s
 
 
 # ------------------------------------------------------------------------------------------------------ forward
@@ -186,6 +136,21 @@ def transfers_bytes(unit: UnitCosts, rows: Floats, cols: Floats, inner: Real) ->
     area = rows * cols
     edges = np.where(area > 0, rows + cols, 0.0)
     return unit.remote * unit.wire_bytes * inner * edges, unit.remote * unit.wire_bytes * area
+
+
+def layer_bytes(linear: Linear, devices: int, wire: WireFormat) -> tuple[float, float]:
+    """Bytes down and up of a layer cut by tokens, step after step, through the server.
+
+    X and dY go down and Y and dX come up; a trained W goes to every device, and each returns its partial sum of dW.
+    """
+    rows = linear.tokens * (linear.in_width + linear.out_width)
+    weights = devices * linear.in_width * linear.out_width if "grad_weight" in linear.roles else 0
+    return WIRE_BYTES[wire] * (rows + weights), WIRE_BYTES[wire] * (rows + weights)
+
+
+def held_bytes(rows: int, cols: int, inner: int) -> int:
+    """Memory of a block on a live device: both operands and the result."""
+    return DEVICE_BYTES * (rows * inner + inner * cols + rows * cols)
 
 
 def block_memory_bytes(unit: UnitCosts, rows: Floats, cols: Floats, inner: Real) -> Floats:
@@ -326,7 +291,7 @@ def _best_inner_by_search(unit: UnitCosts, deadline_s: float, short: float, long
         return np.exp(log_inner) * area_within(unit, deadline_s, short, long, np.exp(log_inner))
 
     grid = np.linspace(0.0, math.log(inner), _SCAN)
-    scanned = np.stack([volume(np.full(len(unit), point)) for point in grid])
+    scanned = volume(np.broadcast_to(grid[:, None], (_SCAN, len(unit))))
     peak = scanned.argmax(axis=0)
     low, high = grid[np.maximum(peak - 1, 0)], grid[np.minimum(peak + 1, _SCAN - 1)]
     golden = (5**0.5 - 1) / 2

@@ -1,142 +1,187 @@
-"""The formulas of resident units: bytes, FLOPs and memory of a device that takes tokens through weights it holds.
+"""Laws of resident shards: FLOPs, bytes and memory of a device that takes tokens through weights it holds.
 
-A column is a run of sublayers; one sublayer may also be cut into equal slices. Whoever holds a column (or a slice)
-gets x for every row and returns y; backward it gets dy and returns dx, so what happens inside never crosses a link.
-Per row, with h hidden numbers: down 2h, up 2h, and h more where x was not kept for backward. Per step: the trained
-weights down, their gradients up. Attention counts the causal average: a row looks at half of its sequence.
-Like `cost.py` this knows no plans, no devices and no time; `core/planner` divides by rates.
+Whoever holds a shard gets x for every row and returns y; backward it gets dy and returns dx, so what happens inside
+never crosses a link. Per row, with h hidden numbers: down 2h, up 2h, and h more where x was not kept for backward. Per
+step: the trained weights down, their gradients up.
+
+Each quantity has one function, vectorised. `shard_costs` applies them to many shards of a model, for planners;
+`demand.py` to one shard of a decoder, for the server. The FLOPs of live devices are those of `device/programs`, product
+by product. Knows no plans, no devices and no time; `core/plan` divides by rates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import NamedTuple
 
 import numpy as np
 
-from cleave.core.cost.gemm import DEVICE_BYTES, THIN_ROWS, WIRE_BYTES, WireFormat
-from cleave.core.fleet.profiles import Floats, Ints
-from cleave.core.model.shapes import ModelShape
+from cleave.core.cost.rates import Real, thin_effort
+from cleave.core.cost.terms import STATE_NUMBER_BYTES, Terms
+from cleave.core.fleet.profiles import Bools, Floats, Ints
+from cleave.core.model.sublayers import Sublayer
 
-SublayerKind = Literal["attention", "mlp", "head"]
-
-RUNTIME_BYTES = 16e6
-"""A device's own buffers beside everything counted here."""
-FORWARD_ROW_BYTES = 4
+TARGET_BYTES = 4
 """The head's target of a row."""
 LOGSUMEXP_BYTES = 8
 """What the head returns of a row forward (logsumexp, target logit, fp32), and gets back once slices are summed."""
+_FAST_FLOPS_PER_S = 1.3e12
+_READ_BYTES_PER_S = 20e9
+"""How fast a device reads its weights; twice that from `_FAST_FLOPS_PER_S` on."""
 
 
-_STATE_ARRAYS = 4  # keys, values and their gradients
+class Products(NamedTuple):
+    """Multiply-adds of one row, for one shard or for many."""
+
+    weights: Real
+    gradients: Real
+    rebuilt: Real
+    """made again inside sublayers, backward"""
+    passed: Real
+    """made again on the way to what enters the later sublayers, backward"""
+    scores: Real
+    """of one product of scores: q width x keys seen"""
+    passed_scores: Real
+    """the same, in attentions that are passed again"""
+
+
+def forward_flops(of: Products) -> Real:
+    """FLOPs of one row; scores and contexts take two products of scores."""
+    return 2 * (of.weights + 2 * of.scores)
+
+
+def backward_flops(of: Products) -> Real:
+    """FLOPs of one row: input gradients, gradients of weights, and what is made again.
+
+    Six products of scores: scores and contexts again, and the gradients of V, of the scores, of Q and of K.
+    """
+    again = of.rebuilt + of.passed + 2 * of.passed_scores
+    return 2 * (of.weights + of.gradients + again + 6 * of.scores)
+
+
+def seen_keys(first_row: int, rows: int, window: int | None = None) -> float:
+    """Keys that rows of a causal attention see in all: row i sees itself and those before, at most `window`."""
+    rising = rows if window is None else min(max(window - first_row, 0), rows)
+    return rising * (2 * first_row + rising + 1) / 2 + (rows - rising) * (window or 0)
+
+
+def sequence_bytes(number_bytes: float, kv_width: Real, sequence: int) -> Real:
+    """Bytes of an open sequence: K, V and their gradients, `number_bytes` per token and number of K."""
+    return number_bytes * sequence * kv_width
 
 
 def state_bytes(kv_widths: Sequence[int], sequence: int) -> int:
-    """What a live device keeps of an open sequence, in fp32, given the width of the keys of each attention."""
-    return _STATE_ARRAYS * DEVICE_BYTES * sequence * sum(kv_widths)
+    """Bytes of an open sequence on a live device, given the width of K in each attention."""
+    return int(sequence_bytes(STATE_NUMBER_BYTES, sum(kv_widths), sequence))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sublayer:
-    kind: SublayerKind
-    params: int
-    """resident numbers"""
-    trained: int
-    """of them, and of adapters beside them, those sent anew each step and whose gradient comes back"""
-    kv_width: int
-    """attention: width of K, and of V; else 0"""
-    inner: int
-    """widest inner activation of a row: q width, ffn, vocabulary"""
-    slices: int
-    """the most slices it can be cut into: kv heads, ffn, vocabulary"""
+def workspace_bytes(terms: Terms, rows: Real, *, parts: Real, hidden: int, inside: Real, keys: Real) -> Real:
+    """Bytes of a unit's result and of what is computed on the way: every part's input, the widest sublayer's inside.
 
-    def allows(self, slices: int) -> bool:
-        """Heads are few and stay whole, so they must go into slices evenly; columns and words are many."""
-        return self.slices % slices == 0 if self.kind == "attention" and slices else slices <= self.slices
+    `inside` is in numbers per row (see `inside_numbers`); `keys` are those a row may see.
+    """
+    entering = (terms.hidden_numbers + terms.entering_numbers * parts) * hidden
+    return terms.working_bytes * rows * (entering + inside + terms.score_numbers * keys)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Terms:
-    """Bytes of one number, by where it is."""
-
-    activation_bytes: float
-    """on the wire, as are weights and gradients"""
-    weight_bytes: float
-    gradient_bytes: float
-    resident_bytes: float
-    """of a parameter on the device"""
-    accumulator_bytes: float
-    """of a trained parameter's gradient on the device"""
-    state_bytes: float
-    """K, V and their gradients, per token of an open sequence and number of K"""
-    working_bytes: float
-    """activations on the device"""
-    inner_numbers: float
-    """at work per row of a chunk: of the widest inner activation, of the head's logits, of hidden numbers"""
-    head_numbers: float
-    hidden_numbers: float
-    entering_numbers: float
-    """per row and sublayer of a run: what entered it"""
-    tables_bytes: float
-    """per row of a sequence: positions, mask"""
-    runtime_bytes: float
-    """a device's own buffers beside everything counted here"""
-    thin_rows: float
-    """rows that take as long as reading their weights; 0: reading takes what memory allows"""
+def memory_bytes(
+    terms: Terms, *, params: Real, trained: Real, states: Real, workspace: Real, moved: Real, tables: Real
+) -> Real:
+    """Bytes of a shard on a device: weights, gradients, open sequences, and a unit with what it reads."""
+    held = terms.resident_bytes * params + terms.accumulator_bytes * trained
+    return terms.runtime_bytes + held + states + workspace + moved + tables
 
 
-def live_terms(wire: WireFormat) -> Terms:
-    """What live devices do: fp32 at rest, the wire's format on the way."""
-    size = WIRE_BYTES[wire]
-    return Terms(
-        activation_bytes=size,
-        weight_bytes=size,
-        gradient_bytes=size,
-        resident_bytes=4,
-        accumulator_bytes=4,
-        state_bytes=_STATE_ARRAYS * DEVICE_BYTES,
-        working_bytes=4,
-        inner_numbers=8,
-        head_numbers=1,
-        hidden_numbers=12,
-        entering_numbers=1,
-        tables_bytes=1028,
-        runtime_bytes=0,
-        thin_rows=THIN_ROWS,
-    )
+def effective_flops_per_s(flops_per_s: Floats, chunk: int, terms: Terms) -> Floats:
+    """Each chunk reads the weights once, which costs the more the smaller the chunk."""
+    if terms.is_thin:
+        return flops_per_s / thin_effort(chunk)
+    read_s = terms.resident_bytes / np.where(flops_per_s > _FAST_FLOPS_PER_S, 2 * _READ_BYTES_PER_S, _READ_BYTES_PER_S)
+    return 1 / (1 / flops_per_s + read_s / (2 * chunk))
 
 
-def lean_terms(wire: WireFormat) -> Terms:
-    """The least a device can hold: 16-bit weights, gradients and activations, dK and dV in fp32."""
-    size = WIRE_BYTES[wire]
-    return Terms(
-        activation_bytes=size,
-        weight_bytes=size,
-        gradient_bytes=size,
-        resident_bytes=2,
-        accumulator_bytes=2,
-        state_bytes=12,
-        working_bytes=2,
-        inner_numbers=4,
-        head_numbers=4,
-        hidden_numbers=6,
-        entering_numbers=0,
-        tables_bytes=0,
-        runtime_bytes=RUNTIME_BYTES,
-        thin_rows=0,
+def inside_numbers(sublayer: Sublayer, terms: Terms) -> float:
+    each = {"attention": terms.attention_numbers, "mlp": terms.mlp_numbers, "head": terms.head_numbers}
+    return each[sublayer.kind] * sublayer.inner
+
+
+# ------------------------------------------------------------------------------------------------ many shards
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SublayerSums:
+    """Sublayers in order, summed up from the first, so that any run of them is a difference."""
+
+    sublayers: tuple[Sublayer, ...]
+    hidden: int
+    sequence: int
+    terms: Terms
+    sums: Floats
+    """one row for each of `_SUMMED`, one column per cut"""
+    widest: Floats
+    """[first, last]: numbers at work inside the widest of sublayers first..last, per row"""
+    lengths: Floats
+    """the most slices of each sublayer"""
+
+    def __len__(self) -> int:
+        return len(self.sublayers)
+
+    def differences(self, first: Ints, count: Ints) -> dict[str, Floats]:
+        found = self.sums[:, first + count] - self.sums[:, first]
+        return dict(zip(_SUMMED, found, strict=True))
+
+    def kinds(self, first: Ints, count: Ints) -> tuple[Ints, Ints]:
+        """Runs of sublayers by kind, as layers repeat: one run of each kind, and the kind of each run."""
+        _, runs, kind = np.unique(self.traits(first, count), axis=1, return_index=True, return_inverse=True)
+        return runs, kind
+
+    def traits(self, first: Ints, count: Ints) -> Floats:
+        """All that costs depend on: one column for each run; runs with equal columns cost the same."""
+        last = first + count - 1
+        whole, end = self.sums[:, last + 1] - self.sums[:, first], self.sums[:, last + 1] - self.sums[:, last]
+        return np.vstack([whole, end, self.widest[first, last], self.lengths[first]])
+
+
+_SUMMED = (
+    "params", "trained", "undivided", "undivided_trained", "kv_width", "products", "gradient_products",
+    "rebuilt_products", "passed_products", "scores", "heads",
+)  # fmt: skip
+
+
+def sum_up(of: Sequence[Sublayer], *, hidden: int, sequence: int, terms: Terms) -> SublayerSums:
+    each_keys = {window: seen_keys(0, sequence, window) / sequence for window in {s.window for s in of}}
+    rows = [
+        (
+            *(getattr(s, name) for name in _SUMMED[:-2]),
+            s.inner * each_keys[s.window] if s.kind == "attention" else 0,
+            1 if s.kind == "head" else 0,
+        )
+        for s in of
+    ]
+    inside = np.array([inside_numbers(s, terms) for s in of], dtype=np.float64)
+    widest = np.maximum.accumulate(np.triu(np.tile(inside, (len(inside), 1))), axis=1)
+    table = np.array(rows, dtype=np.float64).T
+    return SublayerSums(
+        sublayers=tuple(of),
+        hidden=hidden,
+        sequence=sequence,
+        terms=terms,
+        sums=np.concatenate([np.zeros((len(_SUMMED), 1)), np.cumsum(table, axis=1)], axis=1),
+        widest=widest,
+        lengths=np.array([s.slices for s in of], dtype=np.float64),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Units:
-    """What columns ask of whoever holds one: an entry per column in every field."""
+class ShardCosts:
+    """What shards ask of whoever holds one: an entry per shard in every field."""
 
     params: Floats
     trained: Floats
     forward_flops_per_row: Floats
     flops_per_row: Floats
-    """forward, once more in backward, and backward itself"""
+    """forward and backward"""
     down_bytes_per_row: Floats
     up_bytes_per_row: Floats
     again_bytes_per_row: Floats
@@ -149,109 +194,72 @@ class Units:
     """with one open sequence and one chunk at work, no x kept"""
     state_bytes: Floats
     """of each open sequence more"""
-    takes_sequences: np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+    takes_sequences: Bools
     """attention inside: rows come as whole sequences"""
 
     def __len__(self) -> int:
         return len(self.params)
 
-    def take(self, chosen: Ints) -> Units:
-        return Units(**{name: getattr(self, name)[chosen] for name in Units.__slots__})
+    def take(self, chosen: Ints) -> ShardCosts:
+        return ShardCosts(**{name: getattr(self, name)[chosen] for name in ShardCosts.__slots__})
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Stack:
-    """Sublayers in order, summed up from the first, so that any run of them is a difference."""
-
-    sublayers: tuple[Sublayer, ...]
-    hidden: int
-    sequence: int
-    terms: Terms
-    sums: Floats
-    """params, trained, kv_width, attention inner, heads: one row each, one column per cut"""
-    widest: Floats
-    """[first, last]: numbers at work inside the widest of sublayers first..last, per row"""
-
-    def __len__(self) -> int:
-        return len(self.sublayers)
-
-    def kinds(self, first: Ints, count: Ints) -> tuple[Ints, Ints]:
-        """Of runs of sublayers, as layers repeat: one run of each kind, and the kind of each run."""
-        traits = np.vstack([self.sums[:, first + count] - self.sums[:, first], self.widest[first, first + count - 1]])
-        _, runs, kind = np.unique(traits, axis=1, return_index=True, return_inverse=True)
-        return runs, kind
-
-
-def stack(sublayers: Sequence[Sublayer], *, hidden: int, sequence: int, terms: Terms) -> Stack:
-    rows = [
-        (s.params, s.trained, s.kv_width, s.inner if s.kind == "attention" else 0, 1 if s.kind == "head" else 0)
-        for s in sublayers
-    ]
-    weights = {"attention": terms.inner_numbers, "mlp": terms.inner_numbers, "head": terms.head_numbers}
-    inner = np.array([weights[s.kind] * s.inner for s in sublayers], dtype=np.float64)
-    widest = np.maximum.accumulate(np.triu(np.tile(inner, (len(inner), 1))), axis=1)
-    sums = np.concatenate([np.zeros((5, 1)), np.cumsum(np.array(rows, dtype=np.float64).T, axis=1)], axis=1)
-    return Stack(sublayers=tuple(sublayers), hidden=hidden, sequence=sequence, terms=terms, sums=sums, widest=widest)
-
-
-def units(of: Stack, first: Ints, count: Ints, slices: Ints, *, chunk: int) -> Units:
-    """Columns of `count` sublayers from `first`, each cut into `slices`: what one slice asks."""
-    terms, sequence = of.terms, of.sequence
-    params, trained, kv_width, looking, heads = (of.sums[:, first + count] - of.sums[:, first]) / slices
-    inner = of.widest[first, first + count - 1] / slices
-    has_head, has_attention = heads > 0, looking > 0
-    row_bytes = of.hidden * terms.activation_bytes
-    scores = 2 * sequence * looking
-    beside = (terms.hidden_numbers + terms.entering_numbers * count) * of.hidden
-    working = inner + beside + np.where(has_attention, 2 * sequence, 0)
-    return Units(
+def shard_costs(of: SublayerSums, first: Ints, count: Ints, slices: Ints, *, chunk: int) -> ShardCosts:
+    """Shards of `count` sublayers from `first`, each cut into `slices`: what the largest slice asks."""
+    terms, sequence, hidden = of.terms, of.sequence, of.hidden
+    run = of.differences(first, count)
+    last = of.differences(first + count - 1, np.ones_like(count))
+    lengths = of.lengths[first]
+    part = np.where(slices > 1, np.ceil(lengths / slices) / lengths, 1.0)
+    params = run["params"] * part + run["undivided"] * (1 - part)
+    trained = run["trained"] * part + run["undivided_trained"] * (1 - part)
+    is_once = terms.recomputes == "once"
+    products = Products(
+        weights=part * run["products"],
+        gradients=part * run["gradient_products"],
+        rebuilt=part * run["products" if is_once else "rebuilt_products"],
+        passed=0.0 if is_once else part * (run["passed_products"] - last["passed_products"]),
+        scores=part * run["scores"],
+        passed_scores=0.0 if is_once else part * (run["scores"] - last["scores"]),
+    )
+    has_head, has_attention = run["heads"] > 0, run["scores"] > 0
+    states = sequence_bytes(terms.state_bytes, part * run["kv_width"], sequence)
+    workspace = workspace_bytes(
+        terms,
+        chunk,
+        parts=count - run["heads"],
+        hidden=hidden,
+        inside=part * of.widest[first, first + count - 1],
+        keys=np.where(has_attention, sequence, 0),
+    )
+    row_bytes = hidden * terms.activation_bytes
+    forward = np.asarray(forward_flops(products))
+    return ShardCosts(
         params=params,
         trained=trained,
-        forward_flops_per_row=2 * params + scores,
-        flops_per_row=6 * params + 2 * trained + 4 * scores,
-        down_bytes_per_row=row_bytes + np.where(has_head, FORWARD_ROW_BYTES + LOGSUMEXP_BYTES, row_bytes),
+        forward_flops_per_row=forward,
+        flops_per_row=forward + backward_flops(products),
+        down_bytes_per_row=row_bytes + np.where(has_head, TARGET_BYTES + LOGSUMEXP_BYTES, row_bytes),
         up_bytes_per_row=row_bytes + np.where(has_head, LOGSUMEXP_BYTES, row_bytes),
         again_bytes_per_row=row_bytes + 0 * params,
-        kept_bytes_per_row=of.hidden * terms.working_bytes + 0 * params,
+        kept_bytes_per_row=hidden * terms.working_bytes + 0 * params,
         sync_down_bytes=terms.weight_bytes * trained,
         sync_up_bytes=terms.gradient_bytes * trained,
-        memory_bytes=terms.runtime_bytes
-        + terms.tables_bytes * sequence
-        + terms.resident_bytes * params
-        + terms.accumulator_bytes * trained
-        + terms.state_bytes * sequence * kv_width
-        + terms.working_bytes * chunk * working,
-        state_bytes=terms.state_bytes * sequence * kv_width,
+        memory_bytes=np.asarray(
+            memory_bytes(
+                terms,
+                params=params,
+                trained=trained,
+                states=states,
+                workspace=workspace,
+                moved=moved_bytes(terms, chunk, hidden),
+                tables=terms.tables_bytes * sequence,
+            )
+        ),
+        state_bytes=np.asarray(states),
         takes_sequences=has_attention,
     )
 
 
-def sublayers_of(shape: ModelShape, *, trained: bool = True) -> tuple[Sublayer, ...]:
-    """Attention and MLP of every layer, then the head; the token table stays on the server."""
-    share = 1 if trained else 0
-    attention = Sublayer(
-        kind="attention",
-        params=shape.attention_params,
-        trained=share * shape.attention_params,
-        kv_width=shape.kv_width,
-        inner=shape.q_width,
-        slices=shape.kv_heads,
-    )
-    mlp = Sublayer(
-        kind="mlp",
-        params=shape.mlp_params,
-        trained=share * shape.mlp_params,
-        kv_width=0,
-        inner=shape.ffn,
-        slices=shape.ffn,
-    )
-    head_params = shape.head_gemm_params + shape.final_norm_params
-    head = Sublayer(
-        kind="head",
-        params=head_params,
-        trained=share * head_params,
-        kv_width=0,
-        inner=shape.vocab,
-        slices=shape.vocab,
-    )
-    return (attention, mlp) * shape.layers + (head,)
+def moved_bytes(terms: Terms, rows: int, hidden: int) -> float:
+    return terms.working_bytes * terms.moved_numbers * rows * hidden

@@ -1,1 +1,1 @@
-"""Device profiles, and fleets drawn from the fact tables."""
+"""Device profiles, and fleets sampled from the fact tables."""

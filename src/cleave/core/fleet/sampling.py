@@ -1,10 +1,9 @@
-"""Draws a fleet from the fact tables: how fast, how well connected and how roomy real devices are.
+"""Sample a fleet from the fact tables: realistic speeds, links and memories.
 
-A device model is drawn by its weight within a class, a home line or mobile link by the access technologies of
-a country, usable memory by BOINC's defaults. The tables come in as parsed rows (`cleave.facts.table`) and all
-randomness from the generator given, so the same seed gives the same fleet. Deliberately not here: when
-devices come and go, and which of them share one line (each is taken to have its own). Beside `fleet`, before
-the planner and the simulator.
+A device model is drawn by its weight within a class, a home line or mobile link by the access technologies of a
+country, usable memory by BOINC's defaults. Tables are passed in as parsed rows (`cleave.facts.table`) and all
+randomness comes from the given generator, so the same seed gives the same fleet. Churn is not modeled here, nor are
+shared lines: every device is assumed to have its own.
 """
 
 from __future__ import annotations
@@ -22,26 +21,26 @@ Row = Mapping[str, str]
 DeviceClass = Literal["phone", "laptop", "desktop", "sbc"]
 CLASSES: Final[tuple[str, ...]] = get_args(DeviceClass)
 
-# Assumptions no table can give; README.md of the fact tables lists them with their reasons.
+# Assumptions that no table provides; README.md of the fact tables gives the reasons.
 SPEED_SIGMA_LN: Final = 0.15
-"""Spread between devices of one model: heat, age, what else runs."""
+"""Spread between devices of one model: heat, age, other load."""
 LINE_CORRELATION: Final = 0.8
-"""Of log down and log up rates within a technology: dearer tariffs are faster both ways."""
+"""Correlation of log down and log up rates within a technology: dearer plans are faster both ways."""
 LATENCY_SIGMA_LN: Final = 1.04
 """sqrt(2 ln(24/14)), from the US fixed mean and median of networks.csv."""
 LINK_CEILING_MBPS: Final = 1000.0
-"""Gigabit Ethernet ports of home routers; cuts the tails of the lognormals."""
+"""Gigabit Ethernet ports of home routers; truncates the lognormal tails."""
 MOBILE_SHARE: Final[Mapping[str, float]] = {"phone": 0.2, "laptop": 0.0, "desktop": 0.0, "sbc": 0.0}
 WIFI_SHARE: Final[Mapping[str, float]] = {"phone": 0.8, "laptop": 0.85, "desktop": 0.0, "sbc": 0.0}
-"""What is neither mobile nor Wi-Fi is on Ethernet."""
-MOST_DEVICES: Final = 1_000_000
+"""The rest, neither mobile nor Wi-Fi, is on Ethernet."""
+MAX_DEVICES: Final = 1_000_000
 
 _BYTES_PER_S_PER_MBPS: Final = 1e6 / 8
 _BYTES_PER_GB: Final = 2.0**30  # RAM is sold in powers of two
 
 
 def parse_mix(text: str) -> dict[str, int]:
-    """Devices per class from `phone=600,laptop=300`."""
+    """Parse devices per class from text such as `phone=600,laptop=300`."""
     mix: dict[str, int] = {}
     for part in text.split(","):
         name, equals, digits = (piece.strip() for piece in part.partition("="))
@@ -52,7 +51,7 @@ def parse_mix(text: str) -> dict[str, int]:
         count = digits.removeprefix("-")
         if not (count.isascii() and count.isdecimal() and len(count) <= 9):
             raise FleetError(
-                f"the count of {name or 'a class'} must be a whole number up to {MOST_DEVICES:,}, but is "
+                f"the count of {name or 'a class'} must be a whole number up to {MAX_DEVICES:,}, but is "
                 f"{digits[:20]!r}; try phone=600,laptop=300"
             )
         mix[name] = int(digits)
@@ -69,10 +68,10 @@ def sample(
     country: str,
     rng: np.random.Generator,
 ) -> Profiles:
-    """A fleet of `mix` devices per class in one country.
+    """Sample a fleet of `mix` devices per class in one country.
 
-    The rows are those of the fact tables devices, access and device_memory_policy. Devices come class by
-    class in the order of the mix, named `phone-0001` and so on.
+    The rows are those of the fact tables devices, access and device_memory_policy. Devices come class by class in the
+    order of the mix, named `phone-0001` and so on.
     """
     country = country.strip().lower()
     _check_mix(mix)
@@ -98,7 +97,7 @@ def sample(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """One entry per link in every column; latency is a round trip."""
+    """One entry per link in every column; latency is round trip."""
 
     down_mbps: Floats
     up_mbps: Floats
@@ -113,9 +112,9 @@ def draw_links(
     count: int,
     rng: np.random.Generator,
 ) -> Links:
-    """Links of one kind: a technology by its share, then both rates from its two correlated lognormals.
+    """Draw links of one kind: a technology by its share, then both rates from its two correlated lognormals.
 
-    `wifi` is the limit of the radio alone; what a device sees is the lesser of it and the home's fixed line.
+    `wifi` is the radio alone; a device gets the lesser of it and the home's fixed line.
     """
     rows, scale = _mixture(access, country, kind)
     share = _column(rows, "share")
@@ -123,8 +122,8 @@ def draw_links(
     down, independent, wait = rng.standard_normal((3, count))
     up = LINE_CORRELATION * down + np.sqrt(1 - LINE_CORRELATION**2) * independent
 
-    def rate_mbps(way: str, deviate: Floats) -> Floats:
-        median, sigma = _column(rows, f"{way}_median_mbps"), _column(rows, f"{way}_sigma_ln")
+    def rate_mbps(direction: str, deviate: Floats) -> Floats:
+        median, sigma = _column(rows, f"{direction}_median_mbps"), _column(rows, f"{direction}_sigma_ln")
         drawn = scale * median[technology] * np.exp(sigma[technology] * deviate)
         return np.minimum(drawn, LINK_CEILING_MBPS)
 
@@ -136,7 +135,7 @@ def draw_links(
 
 
 def countries(access: Sequence[Row]) -> tuple[str, ...]:
-    """Those for which links can be drawn, sorted."""
+    """List the countries for which links can be drawn, sorted."""
     return tuple(sorted({row["country"] for row in access if row["kind"] == "fixed"}))
 
 
@@ -147,9 +146,9 @@ def _check_mix(mix: Mapping[str, int]) -> None:
         if count < 0:
             raise FleetError(f"the count of {name} must be at least 0, but is {count}; try {name}=100")
     total = sum(mix.values())
-    if not 0 < total <= MOST_DEVICES:
+    if not 0 < total <= MAX_DEVICES:
         raise FleetError(
-            f"a mix needs 1 to {MOST_DEVICES:,} devices in all, but has {total:,}; try phone=600,laptop=300"
+            f"a mix needs 1 to {MAX_DEVICES:,} devices in all, but has {total:,}; try phone=600,laptop=300"
         )
 
 
@@ -160,12 +159,12 @@ def _names(counts: Mapping[str, int]) -> tuple[str, ...]:
 
 
 def _column(rows: Sequence[Row], column: str) -> Floats:
-    """One column as numbers, NaN where the cell is empty."""
+    """Return a column as numbers, NaN where the cell is empty."""
     return np.array([float(row[column] or "nan") for row in rows])
 
 
 def _draw_models(devices: Sequence[Row], name: str, count: int, rng: np.random.Generator) -> Ints:
-    """Indices into the device table, by weight within the class."""
+    """Draw indices into the device table, by weight within the class."""
     weight = np.where([row["class"] == name for row in devices], _column(devices, "weight"), 0.0)
     return rng.choice(len(devices), size=count, p=weight / weight.sum())
 
@@ -177,7 +176,7 @@ def _draw_memory_bytes(
     classes: Sequence[str],
     rng: np.random.Generator,
 ) -> Floats:
-    """Between BOINC's caps while the owner is active and while not; of VRAM where a GPU has its own."""
+    """Draw usable memory between BOINC's caps for an active and an idle owner; of VRAM for a discrete GPU."""
     limits = {name: _memory_limits(memory_policy, name) for name in CLASSES}
     active = np.array([limits[name][0] for name in classes])
     idle = np.array([limits[name][1] for name in classes])
@@ -194,16 +193,16 @@ def _memory_limits(memory_policy: Sequence[Row], name: str) -> tuple[float, floa
 
 
 def _connect(access: Sequence[Row], country: str, classes: Sequence[str], rng: np.random.Generator) -> Links:
-    """A mobile link, or a home line seen over Wi-Fi or Ethernet, for each device."""
+    """Give each device a mobile link, or a home line over Wi-Fi or Ethernet."""
     count = len(classes)
     line = draw_links(access, country=country, kind="fixed", count=count, rng=rng)
     radio = draw_links(access, country=country, kind="wifi", count=count, rng=rng)
     mobile = draw_links(access, country=country, kind="mobile", count=count, rng=rng)
     mobile_share = np.array([MOBILE_SHARE[name] for name in classes])
     wifi_share = np.array([WIFI_SHARE[name] for name in classes])
-    way = rng.random(count)
-    on_mobile = way < mobile_share
-    on_wifi = ~on_mobile & (way < mobile_share + wifi_share)
+    draw = rng.random(count)
+    on_mobile = draw < mobile_share
+    on_wifi = ~on_mobile & (draw < mobile_share + wifi_share)
     home_down = np.where(on_wifi, np.minimum(line.down_mbps, radio.down_mbps), line.down_mbps)
     home_up = np.where(on_wifi, np.minimum(line.up_mbps, radio.up_mbps), line.up_mbps)
     home_latency = line.latency_ms + np.where(on_wifi, radio.latency_ms, 0.0)
@@ -215,7 +214,7 @@ def _connect(access: Sequence[Row], country: str, classes: Sequence[str], rng: n
 
 
 def _mixture(access: Sequence[Row], country: str, kind: str) -> tuple[Sequence[Row], float]:
-    """The technologies of a country, or the world's scaled to the country's published median."""
+    """Return a country's technologies, or the world's with a factor to match the country's published median."""
     if country not in countries(access):
         raise FleetError(
             f"no links are known for the country {country!r}; choose one of {', '.join(countries(access))}"

@@ -8,14 +8,16 @@ Layers are equal, so an entry stands for `count` equal ones. The module knows no
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from cleave.core.model.decoder import Attention, Decoder, Head, Mlp
 from cleave.core.model.shapes import ModelShape
+from cleave.core.model.sublayers import SublayerKind
 from cleave.errors import InputError
 
 Role = Literal["forward", "grad_input", "grad_weight"]
-SegmentKind = Literal["attention", "mlp", "head"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +31,31 @@ class Gemm:
     @property
     def flops(self) -> int:
         return 2 * self.m * self.n * self.k
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linear:
+    """One linear layer, or several that read the same X side by side: Y = X W^T."""
+
+    tokens: int
+    in_width: int
+    out_width: int
+    roles: tuple[Role, ...] = ("forward", "grad_input", "grad_weight")
+    """Those that are wanted, in the order in which they come."""
+
+    @property
+    def gemms(self) -> dict[Role, Gemm]:
+        m, n, k = self.tokens, self.out_width, self.in_width
+        gemms: dict[Role, Gemm] = {
+            "forward": Gemm(m=m, n=n, k=k),  # Y = X W^T
+            "grad_input": Gemm(m=m, n=k, k=n),  # dX = dY W
+            "grad_weight": Gemm(m=n, n=k, k=m),  # dW = dY^T X
+        }
+        return {role: gemms[role] for role in self.roles}
+
+    @property
+    def flops(self) -> int:
+        return sum(gemm.flops for gemm in self.gemms.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +93,7 @@ class AttentionProduct:
 class Segment:
     """One of `count` equal parts of the model, with the work of all of them."""
 
-    kind: SegmentKind
+    kind: SublayerKind
     count: int
     params: int
     """Parameters that one of them holds: weights, biases, norm. A tied token table counts for the head."""
@@ -112,6 +139,33 @@ def attention_products(shape: ModelShape, tokens: int, sequence: int) -> tuple[A
         AttentionProduct(name="grad_query", role="grad_input", gemm=tall, count=count),  # dS K
         AttentionProduct(name="grad_key", role="grad_input", gemm=tall, count=count),  # dS^T Q
     )
+
+
+def decoder_linears(decoder: Decoder, tokens: int, *, is_trained: bool = True) -> Iterator[Linear]:
+    """The linear layers of a decoder in order, those that read the same rows as one; the head last."""
+    for sublayer in decoder.sublayers:
+        match sublayer:
+            case Attention(q=q, k=k, v=v, o=o):
+                groups = ((q, k, v), (o,))
+            case Mlp(gate=gate, up=up, down=down):
+                groups = ((up,) if gate is None else (gate, up), (down,))
+            case Head(weight=weight):
+                groups = ((weight,),)
+        for group in groups:
+            trained = any(decoder.parameters[decoder.views[one.weight].parameter].is_trained for one in group)
+            roles: tuple[Role, ...] = ("forward", "grad_input", "grad_weight") if trained else ("forward", "grad_input")
+            yield Linear(
+                tokens=tokens,
+                in_width=decoder.in_width(group[0]),
+                out_width=sum(decoder.out_width(weight) for weight in group),
+                roles=roles if is_trained else ("forward",),
+            )
+
+
+def decoder_attention_flops(decoder: Decoder, sequences: int, sequence: int, *, is_trained: bool = True) -> int:
+    """FLOPs of the products of attention: of all six, or of the two of forward. Counted in full."""
+    width = sum(decoder.out_width(part.q) for part in decoder.parts if isinstance(part, Attention))
+    return (6 if is_trained else 2) * sequences * Gemm(m=sequence, n=sequence, k=width).flops
 
 
 def step_segments(shape: ModelShape, tokens: int, sequence: int, grouped: bool = True) -> tuple[Segment, ...]:
@@ -193,11 +247,8 @@ def _linear(
 ) -> tuple[StepGemm, ...]:
     if tokens < 1:
         raise InputError(f"expected a positive number of tokens, got {tokens}; give the tokens of a batch")
-    gemms: dict[Role, Gemm] = {
-        "forward": Gemm(m=tokens, n=out_width, k=in_width),  # Y = X W^T
-        "grad_input": Gemm(m=tokens, n=in_width, k=out_width),  # dX = dY W
-        "grad_weight": Gemm(m=out_width, n=in_width, k=tokens),  # dW = dY^T X
-    }
+    linear = Linear(tokens=tokens, in_width=in_width, out_width=out_width)
     return tuple(
-        StepGemm(segment=segment, role=role, gemm=gemm, count=count, members=members) for role, gemm in gemms.items()
+        StepGemm(segment=segment, role=role, gemm=gemm, count=count, members=members)
+        for role, gemm in linear.gemms.items()
     )

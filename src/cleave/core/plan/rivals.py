@@ -17,12 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.core.cost.bound import bound_2d, bound_3d, least_time, volume_within
-from cleave.core.cost.gemm import Server, UnitCosts, WireFormat, best_inner, unit_costs
-from cleave.core.cost.resident import RUNTIME_BYTES, Terms, lean_terms
+from cleave.core.cost.gemm import UnitCosts, best_inner, unit_costs
+from cleave.core.cost.rates import Server
+from cleave.core.cost.resident import ShardCosts, effective_flops_per_s, shard_costs, sum_up
+from cleave.core.cost.terms import RUNTIME_BYTES, Terms, lean_terms
+from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Floats, Profiles
 from cleave.core.model.gemms import Gemm, step_gemms
 from cleave.core.model.shapes import ModelShape
-from cleave.core.plan.resident.stages import effective_flops_per_s
+from cleave.core.model.sublayers import sublayers_of
 
 _LAYERS_PER_STAGE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 80)
 _GROUPS = (4, 16, 64)
@@ -60,17 +63,24 @@ class Case:
         """of each device that takes whole sequences through its weights"""
         return effective_flops_per_s(self.profiles.flops_per_s, self.sequence, self.terms)
 
+    def shard(self, first: int, count: int) -> ShardCosts:
+        """Costs of a run of sublayers on one device."""
+        sums = sum_up(sublayers_of(self.shape), hidden=self.shape.hidden, sequence=self.sequence, terms=self.terms)
+        return shard_costs(sums, *(np.array([number]) for number in (first, count, 1)), chunk=self.sequence)
+
+    @property
+    def whole(self) -> ShardCosts:
+        """Costs of all that devices hold or stream: the token table stays on the server."""
+        return self.shard(0, 2 * self.shape.layers + 1)
+
     @property
     def params(self) -> float:
-        """that devices hold or stream: the token table stays on the server"""
-        shape = self.shape
-        return shape.layers * shape.params_per_layer + shape.head_gemm_params + shape.final_norm_params
+        return float(self.whole.params[0])
 
     @property
     def flops(self) -> float:
-        """with recomputation in backward, attention looking at half of the sequence on average"""
-        scores = self.shape.layers * self.sequence * self.shape.q_width
-        return 8 * self.tokens * (self.params + scores)
+        """of a step, with recomputation in backward"""
+        return self.tokens * float(self.whole.flops_per_row[0])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,8 +218,9 @@ def gpipe(case: Case) -> Rival:
     row_bytes = shape.hidden * terms.activation_bytes
     down, up = profiles.down_bytes_per_s, profiles.up_bytes_per_s
     link_s = np.maximum(2 * row_bytes / down, 2 * row_bytes / up)
-    head = shape.head_gemm_params + shape.final_norm_params
-    head_s = np.maximum(np.maximum(row_bytes / down, row_bytes / up), 8 * head / case.flops_per_s)
+    last = case.shard(2 * shape.layers, 1)
+    head = float(last.params[0])
+    head_s = np.maximum(np.maximum(row_bytes / down, row_bytes / up), last.flops_per_row[0] / case.flops_per_s)
     best_s, arrangement = inf, ""
     for layers in (layers for layers in _LAYERS_PER_STAGE if layers <= shape.layers):
         stages = ceil(shape.layers / layers)
@@ -218,7 +229,7 @@ def gpipe(case: Case) -> Rival:
         able = np.flatnonzero(profiles.memory_bytes >= needed)
         if len(able) < stages + 1:
             continue
-        row_s = np.maximum(link_s, 8 * (params + layers * case.sequence * shape.q_width) / case.flops_per_s)
+        row_s = np.maximum(link_s, case.shard(0, 2 * layers).flops_per_row[0] / case.flops_per_s)
         order = able[np.argsort(row_s[able], kind="stable")]
         pipes = len(order) // (stages + 1)
         teams = order[: pipes * (stages + 1)].reshape(pipes, stages + 1)
@@ -245,8 +256,8 @@ def gpipe(case: Case) -> Rival:
 
 def data_parallel(case: Case) -> Rival:
     """The whole model on every device that holds it, rows shared."""
-    shape, profiles = case.shape, case.profiles
-    states = case.terms.state_bytes * shape.kv_width * case.sequence * shape.layers
+    profiles = case.profiles
+    states = float(case.whole.state_bytes[0])
     able = np.flatnonzero(profiles.memory_bytes >= case.held_bytes * case.params * 1.02 + states)
     name = "data parallel"
     if len(able) == 0:

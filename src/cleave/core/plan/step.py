@@ -13,18 +13,19 @@ from typing import Literal
 
 import numpy as np
 
-from cleave.core.cost.gemm import Server, WireFormat
+from cleave.core.cost.rates import Server
+from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.gemms import Gemm, Role, StepGemm, attention_products, step_gemms
 from cleave.core.model.shapes import ModelShape
 from cleave.core.plan.gemm.product import GemmPlan, Split, plan_gemm
-from cleave.core.plan.resident.large_fleet import ResidentPlan, plan_resident
+from cleave.core.plan.resident.large_fleet import ModelPlan, plan_resident
 from cleave.core.plan.rivals import Case, Rival, all_rivals, attention_by_heads_s
 from cleave.errors import InfeasibleError
 
-Grain = Literal["gemm", "resident", "streamed"]
+StepGrain = Literal["gemm", "resident", "streamed"]
 COLUMNS, GROUPED = "columns", "grouped gemms"
-_GRAINS: dict[str, Grain] = {
+_GRAINS: dict[str, StepGrain] = {
     COLUMNS: "resident",
     "GPipe x data parallel": "resident",
     "data parallel": "resident",
@@ -55,7 +56,7 @@ class StepPlan:
     tokens: int
     sequence: int
     wire: WireFormat
-    grain: Grain
+    grain: StepGrain
     segments: tuple[PlannedGemm, ...]
     attention_flops: int
     attention_s: float
@@ -113,12 +114,12 @@ class StepChoice:
     tokens: int
     sequence: int
     wire: WireFormat
-    grain: Grain
+    grain: StepGrain
     arrangement: str
     """columns, grouped gemms, or a rival's name and how it would be done"""
     step_s: float
     bound_s: float
-    plan: ResidentPlan | StepPlan | None
+    plan: ModelPlan | StepPlan | None
     """None where a rival's arrangement wins, of which only the time is known"""
     rivals: tuple[Rival, ...]
     """with "columns" or "grouped gemms" among them where planned in full; fastest first"""
@@ -139,7 +140,7 @@ def choose_step(
     attention_products(shape, tokens, sequence)  # says so where the tokens are no whole sequences
     case = Case(profiles=profiles, shape=shape, tokens=tokens, sequence=sequence, wire=wire, server=server)
     ways: dict[str, Rival] = {rival.name: rival for rival in all_rivals(case)}
-    plans: dict[str, ResidentPlan | StepPlan] = {}
+    plans: dict[str, ModelPlan | StepPlan] = {}
     try:
         columns = plan_resident(profiles, shape, tokens, sequence=sequence, wire=wire, server=server)
         plans[COLUMNS] = columns
@@ -174,8 +175,7 @@ def choose_step(
     )
 
 
-def _columns(plan: ResidentPlan) -> str:
-    used = len(plan.names) - len(plan.left_out)
+def _columns(plan: ModelPlan) -> str:
     rounds = f" in {len(plan.rounds)} rounds" if len(plan.rounds) > 1 else ""
-    chunk = max(part.recipe.chunk for part in plan.rounds)
-    return f"{len(plan.stages)} stages on {used:,} devices{rounds}, chunks of {chunk} tokens"
+    where = f"{len(plan.stages)} stages on {len(plan.devices):,} devices{rounds}"
+    return f"{where}, chunks of {max(plan.chunks)} tokens"

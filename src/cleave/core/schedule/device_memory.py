@@ -1,91 +1,130 @@
-"""The operands one device holds, or will once what is on its way has arrived, and the room they leave.
+"""The operands that devices hold, and the memory left on each.
 
-Which of the two makes no difference over one ordered channel. What tasks run on is pinned; the rest makes room, the
-least recently used first, but for what the device made itself, which stays until it is released. What nobody will ask
-for again goes as soon as no task runs on it.
+An operand counts as held as soon as it is on its way: over one ordered channel, later messages cannot tell the
+difference. Operands of running tasks are pinned; others are evicted, least recently used first, when room is needed.
+Operands that a device made itself cannot be sent again, so they stay until released. A released operand is dropped as
+soon as no task pins it. `Holders` is the same knowledge by operand, kept up to date by each `DeviceMemory`.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 
-from cleave.core.schedule.tasks import Operand, OperandId, Task
+from cleave.core.schedule.tasks import DeviceId, Operand, OperandId, Task
 
 
-class Shelf:
-    def __init__(self, memory_bytes: int) -> None:
+class Holders:
+    """Which devices hold an operand."""
+
+    def __init__(self) -> None:
+        self._devices: dict[OperandId, dict[DeviceId, None]] = {}
+
+    def __getitem__(self, operand: OperandId) -> Collection[DeviceId]:
+        """Devices that hold the operand, in the order they got it."""
+        return self._devices.get(operand, {}).keys()
+
+    def __iter__(self) -> Iterator[OperandId]:
+        return iter(self._devices)
+
+    def add(self, operand: OperandId, device: DeviceId) -> None:
+        self._devices.setdefault(operand, {})[device] = None
+
+    def remove(self, operand: OperandId, device: DeviceId) -> None:
+        devices = self._devices[operand]
+        del devices[device]
+        if not devices:
+            del self._devices[operand]
+
+
+class DeviceMemory:
+    def __init__(self, device: DeviceId, memory_bytes: int, holders: Holders) -> None:
         self.memory_bytes = memory_bytes
         self.used_bytes = 0
+        self._device, self._holders = device, holders
         self._held: OrderedDict[OperandId, int] = OrderedDict()
         """operand -> bytes, least recently used first"""
         self._pins: Counter[OperandId] = Counter()
+        """operand -> running tasks that use it"""
         self._released: set[OperandId] = set()
         self._made: set[OperandId] = set()
         self._absent: set[OperandId] = set()
-        """Did not go out whole with a cancelled task, and keep their room while other cancelled tasks pin them."""
+        """Operands that were not sent completely; they keep their memory while cancelled tasks pin them."""
 
     def __contains__(self, operand: OperandId) -> bool:
         return operand in self._held and operand not in self._absent
+
+    def __iter__(self) -> Iterator[OperandId]:
+        return (operand for operand in self._held if operand not in self._absent)
 
     def can_ever_fit(self, task: Task) -> bool:
         return sum(operand.bytes for operand in task.operands) + task.result_bytes <= self.memory_bytes
 
     def has_room_for(self, task: Task) -> bool:
-        """Now, with all dropped that may be."""
-        mine = {operand.id for operand in task.operands}
-        stays = sum(size for id, size in self._held.items() if id in self._pins or id in self._made or id in mine)
+        """Whether the task fits now, once everything that may be evicted is."""
+        own = {operand.id for operand in task.operands}
+        stays = sum(size for id, size in self._held.items() if id in self._pins or id in self._made or id in own)
         results = self.used_bytes - sum(self._held.values())
         new = sum(operand.bytes for operand in task.operands if operand.id not in self._held)
         return stays + results + new + task.result_bytes <= self.memory_bytes
 
     def missing(self, task: Task) -> tuple[Operand, ...]:
-        """What is to be sent for it."""
+        """Operands that must be sent before the task can run."""
         return tuple(operand for operand in task.operands if operand.id not in self and not operand.is_made)
 
     def place(self, task: Task) -> tuple[OperandId, ...] | None:
-        """Make room and pin what a task needs; what was dropped for it, or None, and nothing changed, without room."""
+        """Make room for a task and pin its operands; return those evicted, or None, changing nothing, if none fits."""
         need = sum(operand.bytes for operand in task.operands if operand.id not in self._held) + task.result_bytes
-        dropped = self._make_room(need, {operand.id for operand in task.operands})
-        if dropped is None:
+        evicted = self._make_room(need, {operand.id for operand in task.operands})
+        if evicted is None:
             return None
         self.used_bytes += need
         for operand in task.operands:
+            if operand.id not in self:
+                self._holders.add(operand.id, self._device)
             self._held[operand.id] = operand.bytes
             self._held.move_to_end(operand.id)
             self._pins[operand.id] += 1
             self._absent.discard(operand.id)
             if operand.is_made:
                 self._made.add(operand.id)
-        return dropped
+        return evicted
 
     def unplace(self, task: Task) -> tuple[OperandId, ...]:
-        """A task has ended: what is dropped with it."""
+        """Unpin the operands of a task that ended; return those the device must drop."""
         self.used_bytes -= task.result_bytes
         for operand in task.operands:
             self._pins[operand.id] -= 1
             if self._pins[operand.id] == 0:
                 del self._pins[operand.id]
         loose = [operand.id for operand in task.operands if operand.id not in self._pins]
-        free = tuple(operand for operand in loose if operand in self._released and operand not in self._absent)
+        freed = tuple(operand for operand in loose if operand in self._released and operand not in self._absent)
         self._drop(operand for operand in loose if operand in self._released or operand in self._absent)
-        return free
+        return freed
 
     def release(self, operands: Iterable[OperandId]) -> tuple[OperandId, ...]:
-        """Nobody will ask for these again: what is dropped now; what is pinned goes with its last task."""
-        known = [operand for operand in operands if operand in self._held]
+        """Drop operands that no future task will use; return those dropped now. Pinned ones go with their last task."""
+        known = [operand for operand in operands if operand in self]
         self._released.update(operand for operand in known if operand in self._pins)
-        free = tuple(operand for operand in known if operand not in self._pins)
-        self._drop(free)
-        return free
+        freed = tuple(operand for operand in known if operand not in self._pins)
+        self._drop(freed)
+        return freed
 
     def discard(self, operands: Collection[OperandId]) -> None:
-        """These did not go out whole, and no task that is not cancelled needs them."""
-        self._absent.update(operand for operand in operands if operand in self._pins)
-        self._drop(operand for operand in operands if operand in self._held and operand not in self._pins)
+        """Mark operands as not held: they were not sent completely, and only cancelled tasks use them."""
+        for operand in [operand for operand in operands if operand in self]:
+            if operand in self._pins:
+                self._absent.add(operand)
+                self._holders.remove(operand, self._device)
+            else:
+                self._drop([operand])
+
+    def clear(self) -> None:
+        """Drop everything: the device left."""
+        self._drop(list(self._held))
 
     def check(self, tasks: Iterable[Task]) -> None:
-        """The invariants, given the tasks that run."""
+        """Assert the invariants, given the running tasks."""
         tasks = list(tasks)
         pins = Counter(operand.id for task in tasks for operand in task.operands)
         results = sum(task.result_bytes for task in tasks)
@@ -95,6 +134,8 @@ class Shelf:
         assert self._released <= pins.keys()
         assert self._absent <= pins.keys()
         assert self._made <= self._held.keys()
+        assert all(self._device in self._holders[operand] for operand in self)
+        assert not any(self._device in self._holders[operand] for operand in self._absent)
 
     def _make_room(self, need: int, keep: set[OperandId]) -> tuple[OperandId, ...] | None:
         short = self.used_bytes + need - self.memory_bytes
@@ -112,7 +153,10 @@ class Shelf:
 
     def _drop(self, operands: Iterable[OperandId]) -> None:
         for operand in list(operands):
+            if operand in self._absent:
+                self._absent.remove(operand)
+            else:
+                self._holders.remove(operand, self._device)
             self.used_bytes -= self._held.pop(operand)
             self._released.discard(operand)
-            self._absent.discard(operand)
             self._made.discard(operand)

@@ -1,30 +1,36 @@
-"""The only decider of who does what when: events in, commands out. No clock, no sockets, no numbers of matrices.
+"""The scheduler's state machine, which alone decides which device does what when: events in, commands out.
 
-A task is one run of a program on operands, planned for one device. It starts when it is next in line (lower priority
-number first, then in order of submission), when the device has few others unfinished, and when its operands and result
-fit into the device's memory (`shelf.py`). An operand that a device holds is never sent again. A result comes in
-rectangles; each element is accepted exactly once, from whoever brings it first. Tasks wait for room and turn, never
-for other tasks of their gemm: there is no barrier.
+It knows no clock, no sockets and no numbers of matrices. A task is one run of a program on operands, planned for one
+device; it waits in the device's queue (`device_queue.py`) for its turn and for memory (`device_memory.py`), never for
+other tasks: there is no barrier. An operand that a device holds is never sent again. A result comes in rectangles, and
+each element is accepted exactly once, from whichever device returns it first (`regions.py`).
 
-Departure: what is left of a device's tasks, and no other device has, is handed back as orphans to be planned anew.
-Lag: from what a device is known to do follows when a task should be there. A device that is late gets nothing new, what
-waits in its line goes elsewhere, and what it runs is hedged: given to others too, the slower of whom is cancelled;
-tasks bound to a device stay there. One that lets a deadline pass is parted with. A cancelled task keeps its place
-until the cancellation is sent, as its operands may still be on their way.
+Departures: the unfinished work of a device that leaves is handed back as orphans, unless another device has it too.
+Stragglers: a late device gets no new work, its waiting tasks are handed back, and its running ones are hedged: given to
+others too; the first result wins and the others are cancelled. Tasks bound to a device stay there. A device that
+misses a deadline is to be disconnected.
 
-`check` states the invariants; tests call it after every event.
+Cost: an event costs time for the tasks, operands and devices it concerns, whatever the size of the fleet. Devices that
+may need attention are found in heaps (`soonest.py`), the holders of an operand in an index.
+
+Ledger time is the caller's `now` without the server's own stalls, so that no device is blamed for them: it stops two
+ticks after the last tick, until the next one comes. While nothing is unfinished nobody ticks, and it just runs.
+
+`check` asserts the invariants; tests call it after every event.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections import deque
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+import math
+from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Set as AbstractSet
 
-from cleave.core.cost.gemm import Pace
-from cleave.core.schedule.device_memory import Shelf
-from cleave.core.schedule.rectangles import Rectangle, total, within, without
+from cleave.core.cost.rates import Pace
+from cleave.core.schedule.device_memory import DeviceMemory, Holders
+from cleave.core.schedule.device_queue import DeviceQueue
+from cleave.core.schedule.rectangles import Rectangle, without
+from cleave.core.schedule.regions import Regions
+from cleave.core.schedule.soonest import Soonest
 from cleave.core.schedule.tasks import (
     Accept,
     Back,
@@ -38,18 +44,16 @@ from cleave.core.schedule.tasks import (
     DeviceMoved,
     Event,
     Forget,
+    GroupsAbandoned,
     Hedge,
     Late,
     OperandId,
     OperandsReleased,
-    Orphan,
     Overdue,
     PaceMeasured,
     Refuse,
-    RegionsAbandoned,
     Resend,
     ResultArrived,
-    Start,
     Task,
     TaskFailed,
     TaskId,
@@ -57,424 +61,341 @@ from cleave.core.schedule.tasks import (
     Tick,
 )
 
-IN_FLIGHT = 6
-"""Tasks a device may have unfinished: enough that its links and its compute never wait for the server's turn."""
-
 TICK_S = 0.1
-LATE_S, LATE_TIMES = 0.5, 3.0
-"""A task is late so many seconds, and so many times what it should take, after it should be there."""
-DEADLINE_S, DEADLINE_TIMES = 10.0, 10.0
-"""And this long after, with nothing of it arriving in between, its device is parted with."""
-_MOST_PIECES = 64  # of what a device owes of one task, which honest ones return in bands
-_REMEMBERED = 256  # cancelled tasks whose results may still be on their way
-
-
-@dataclass(slots=True)
-class _Running:
-    task: Task
-    owed: list[Rectangle]
-    """What the device has not returned, wanted or not."""
-    expected_s: float
-    started: float
-    late_at: float
-    deadline: float
-    hedged_at: float | None = None
-    cancelled: bool = False
-
-
-@dataclass(slots=True)
-class _Region:
-    missing: list[Rectangle]
-    tasks: dict[TaskId, Task]
-    """Those that may still bring something of it, in lines and on devices."""
-
-
-@dataclass(slots=True)
-class _Device:
-    shelf: Shelf
-    pace: Pace
-    running: dict[TaskId, _Running] = field(default_factory=lambda: dict[TaskId, _Running]())
-    waiting: list[tuple[int, int, Task]] = field(default_factory=lambda: list[tuple[int, int, Task]]())
-    past: deque[TaskId] = field(default_factory=lambda: deque[TaskId](maxlen=_REMEMBERED))
-    busy_until: float = 0.0
-    is_late: bool = False
-
-    def take(self, task: Task) -> None:
-        """Out of its line."""
-        if self.waiting[0][2] is task:
-            heapq.heappop(self.waiting)
-        else:
-            self.waiting = [entry for entry in self.waiting if entry[2] is not task]
-            heapq.heapify(self.waiting)
-
-    def line(self) -> list[Task]:
-        return [task for _, _, task in sorted(self.waiting, key=lambda entry: entry[:2])]
+_STALL_S = 2 * TICK_S  # without a tick for so long, the server itself stands still
 
 
 class Ledger:
     def __init__(self) -> None:
-        self._devices: dict[DeviceId, _Device] = {}
-        self._regions: dict[TaskId, _Region] = {}
-        self._sequence = 0
+        self._queues: dict[DeviceId, DeviceQueue] = {}
+        self._regions = Regions()
+        self._holders = Holders()
+        self._late: dict[DeviceId, None] = {}
+        self._checks = Soonest()
+        """When each device with unfinished tasks may next be late or overdue, or needs hedges."""
+        self._free = Soonest()
+        """When each healthy device should be free."""
+        self._submitted = 0
+        self._stalled_s = 0.0
         self._ticked = 0.0
+        """In ledger time."""
 
     # -------------------------------------------------------------------------------------------- questions
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._regions)
+        return len(self._regions) > 0
+
+    @property
+    def late(self) -> AbstractSet[DeviceId]:
+        """Late devices, in the order they became late: a live, read-only view."""
+        return self._late.keys()
 
     def __contains__(self, device: DeviceId) -> bool:
-        return device in self._devices
+        return device in self._queues
+
+    def is_open(self, group: Hashable) -> bool:
+        """Whether some region of the group is unfinished."""
+        return self._regions.is_open(group)
+
+    def holders(self, operand: OperandId) -> Collection[DeviceId]:
+        """Devices that hold an operand, or to which it is on its way."""
+        return self._holders[operand]
 
     def holds(self, device: DeviceId, operand: OperandId) -> bool:
-        return device in self._devices and operand in self._devices[device].shelf
+        return device in self._holders[operand]
 
     def needs(self, device: DeviceId, operand: OperandId) -> bool:
-        """Whether a task that the device runs, and nobody cancelled, is about this operand."""
-        entries = self._running(device).values()
-        return any(operand == o.id for entry in entries if not entry.cancelled for o in entry.task.operands)
+        """Whether the device runs a task on this operand that is not cancelled."""
+        queue = self._queues.get(device)
+        return queue is not None and queue.needs(operand)
 
     def tasks(self, device: DeviceId) -> Collection[TaskId]:
-        """What it has been told to run."""
-        return self._running(device).keys()
+        """Tasks that the device was told to run, cancelled ones included."""
+        queue = self._queues.get(device)
+        return () if queue is None else queue.running.keys()
 
     def unfinished(self, device: DeviceId) -> int:
-        there = self._devices.get(device)
-        return 0 if there is None else len(there.waiting) + sum(not entry.cancelled for entry in there.running.values())
+        """Number of tasks that the device runs or that wait for it."""
+        queue = self._queues.get(device)
+        return 0 if queue is None else queue.unfinished
 
     def backlog_s(self, device: DeviceId, now: float) -> float:
-        """How long until the device should be done with what it has."""
-        there = self._devices.get(device)
-        return 0.0 if there is None else max(0.0, there.busy_until - now)
+        """Seconds until the device should be done with the tasks it runs."""
+        queue = self._queues.get(device)
+        return 0.0 if queue is None else max(0.0, queue.busy_until - self._time(now))
 
-    def wanted(self, name: DeviceId, task: TaskId, part: Rectangle) -> Task | Refuse:
-        """The task that a device has and owes this part of; whether the part is right is for others to say."""
-        device = self._devices.get(name)
-        entry = device.running.get(task) if device else None
-        if device is None or entry is None:
-            is_past = device is not None and task in device.past
-            return Refuse(name, f"a result of task {task}, which this device does not have", not is_past)
-        if total(within(entry.owed, part)) != part.area or part.area <= 0:
-            return Refuse(name, f"{part} of task {task}, which it does not owe", is_fault=True)
-        if entry.cancelled:
-            return Refuse(name, f"a result of task {task}, which was cancelled", is_fault=False)
-        if len(without(entry.owed, part)) > _MOST_PIECES:
-            return Refuse(name, f"a result of task {task} in more than {_MOST_PIECES} scattered pieces", is_fault=True)
-        return entry.task
+    def least_busy(self, limit: int) -> list[DeviceId]:
+        """Up to `limit` healthy devices, soonest free first; no healthy device left out should be free sooner.
+
+        Idle devices come first, the longest idle ahead; then those whose running tasks should be done soonest.
+        Cost: O(limit log limit).
+        """
+        return self._free.first(limit)
+
+    def wanted(self, device: DeviceId, task: TaskId, part: Rectangle) -> Task | Refuse:
+        """The task that the device runs and owes this part of; whether the part is right is for others to say."""
+        queue = self._queues.get(device)
+        if queue is None:
+            return Refuse(device, f"result of task {task} from a device that is not here", is_fault=True)
+        return queue.expects(task, part)
 
     # -------------------------------------------------------------------------------------------- events
 
     def handle(self, event: Event, now: float) -> list[Command]:
+        time = self._time(now)
         match event:
             case DeviceJoined(device, memory_bytes, pace):
-                assert device not in self._devices, "the roster gives unique names"
-                self._devices[device] = _Device(Shelf(memory_bytes), pace)
-                return []
+                return self._join(device, memory_bytes, pace)
             case PaceMeasured(device, pace):
-                if device in self._devices:
-                    self._devices[device].pace = pace
+                if device in self._queues:
+                    self._queues[device].pace = pace
                 return []
             case DeviceLeft(device):
                 return self._leave(device)
             case DeviceAnswered(device):
-                return self._forgive(device, now)
+                return self._recover(device, time)
             case DeviceMoved(device):
-                for entry in self._running(device).values():
-                    entry.deadline = max(entry.deadline, now + DEADLINE_S)
+                if device in self._queues:
+                    self._queues[device].extend_deadlines(time)
                 return []
             case TasksSubmitted(tasks):
-                return self._submit(tasks, now)
+                return self._submit(tasks, time)
             case ResultArrived(device, task, part):
-                return self._arrive(device, task, part, now)
+                return self._deliver(device, task, part, time)
             case TaskFailed(device, task):
-                return self._fail(device, task, now)
+                return self._fail(device, task, time)
             case CancelSent(device, task, unsent):
-                return self._bury(device, task, unsent, now)
-            case RegionsAbandoned(regions):
-                return self._abandon(regions, now)
+                return self._end_cancelled(device, task, unsent, time)
+            case GroupsAbandoned(groups):
+                return self._cancel(self._regions.abandon(groups), time)
             case OperandsReleased(operands):
-                return self._release(operands, now)
+                return self._release(operands, time)
             case Tick():
-                return self._tick(now)
+                if time < now - self._stalled_s:
+                    self._stalled_s = now - time
+                self._ticked = time
+                return self._tick(time)
 
-    def _leave(self, name: DeviceId) -> list[Command]:
-        device = self._devices.pop(name, None)
-        if device is None:
+    def _time(self, now: float) -> float:
+        """Ledger time."""
+        time = now - self._stalled_s
+        return min(time, self._ticked + _STALL_S) if self.is_busy else time
+
+    def _join(self, device: DeviceId, memory_bytes: int, pace: Pace) -> list[Command]:
+        assert device not in self._queues, "the roster gives unique names"
+        queue = self._queues[device] = DeviceQueue(device, DeviceMemory(device, memory_bytes, self._holders), pace)
+        self._free.put(device, queue.free_at)
+        self._check_stragglers()
+        return []
+
+    def _leave(self, device: DeviceId) -> list[Command]:
+        queue = self._queues.pop(device, None)
+        if queue is None:
             return []
-        tasks = [entry.task for entry in device.running.values() if not entry.cancelled] + device.line()
-        return [command for task in tasks for command in self._lose(task)]
+        self._late.pop(device, None)
+        self._checks.discard(device)
+        self._free.discard(device)
+        queue.memory.clear()
+        return self._give_up([*(entry.task for entry in queue.live), *queue.waiting])
 
     def _submit(self, tasks: tuple[Task, ...], now: float) -> list[Command]:
-        if not self._regions:
+        if not self.is_busy:
             self._ticked = now
-        lost: list[Command] = []
-        touched: dict[DeviceId, _Device] = {}
+        hopeless: list[Task] = []
+        queues: dict[DeviceId, DeviceQueue] = {}
         for task in tasks:
-            if task.region is None:
-                self._regions[task.id] = _Region([task.whole], {task.id: task})
-            else:
-                region = self._regions.get(task.region)
-                if region is None or not within(region.missing, task.area):  # it came meanwhile
-                    continue
-                region.tasks[task.id] = task
-            device = self._devices.get(task.device)
-            if device is None or not device.shelf.can_ever_fit(task):
-                lost += self._lose(task)
+            if not self._regions.add(task):
                 continue
-            self._sequence += 1
-            heapq.heappush(device.waiting, (task.priority, self._sequence, task))
-            touched[task.device] = device
-        started = [command for device in touched.values() for command in self._start(device, now)]
-        return started + lost
+            queue = self._queues.get(task.device)
+            if queue is None or not queue.memory.can_ever_fit(task):
+                hopeless.append(task)
+                continue
+            self._submitted += 1
+            queue.enqueue(task, self._submitted)
+            queues[task.device] = queue
+        started = [command for queue in queues.values() for command in self._start(queue, now)]
+        return started + self._give_up(hopeless)
 
-    def _arrive(self, name: DeviceId, id: TaskId, part: Rectangle, now: float) -> list[Command]:
-        task = self.wanted(name, id, part)
+    def _deliver(self, device: DeviceId, id: TaskId, part: Rectangle, now: float) -> list[Command]:
+        """Accept a rectangle of a result, cancel the tasks it makes pointless, and start what is next."""
+        task = self.wanted(device, id, part)
         if isinstance(task, Refuse):
             return [task]
-        entry, region = self._devices[name].running[id], self._regions[_region(task)]
+        queue = self._queues[device]
+        entry = queue.running[id]
         entry.owed = without(entry.owed, part)
-        entry.deadline = max(entry.deadline, _after(now, entry.expected_s, DEADLINE_S, DEADLINE_TIMES))
-        fresh = within(region.missing, part.moved(task.top, task.left))
-        for piece in fresh:
-            region.missing = without(region.missing, piece)
+        entry.progressed(now)
+        delivery = self._regions.deliver(task, part)
         commands: list[Command] = [
-            Accept(task, part, tuple(piece.moved(-task.top, -task.left) for piece in fresh), not region.missing)
-            if fresh
-            else Refuse(name, f"{part} of task {id}, which another device brought before", is_fault=False)
+            Accept(task, part, delivery.fresh, delivery.finished)
+            if delivery.fresh
+            else Refuse(device, f"{part} of task {id}, which another device returned first", is_fault=False)
         ]
-        pointless = [other for other in region.tasks.values() if not within(region.missing, other.area)]
-        for other in pointless:
-            del region.tasks[other.id]
-        if not region.missing:
-            del self._regions[_region(task)]
-        commands += self._withdraw([other for other in pointless if other.id != id or entry.owed], now)
+        commands += self._cancel([other for other in delivery.pointless if other.id != id or entry.owed], now)
         if not entry.owed:
-            commands += self._end(name, id, now)
-        return commands + self._forgive(name, now)
+            freed = queue.finish(id, now)
+            if freed:
+                commands.append(Forget(device, freed))
+            commands += self._start(queue, now)
+        return commands + self._recover(device, now)
 
-    def _fail(self, name: DeviceId, id: TaskId, now: float) -> list[Command]:
-        entry = self._running(name).get(id)
-        if entry is None or entry.cancelled:
-            is_past = entry is not None or (name in self._devices and id in self._devices[name].past)
-            return [Refuse(name, f"a failure of task {id}, which this device does not have", not is_past)]
-        return [*self._withdraw([entry.task], now), *self._lose(entry.task)]
+    def _fail(self, device: DeviceId, id: TaskId, now: float) -> list[Command]:
+        queue = self._queues.get(device)
+        entry = queue.running.get(id) if queue is not None else None
+        if entry is None or entry.is_cancelled:
+            was_cancelled = queue is not None and queue.was_cancelled(id)
+            return [Refuse(device, f"failure of task {id}, which this device does not run", not was_cancelled)]
+        return [*self._cancel([entry.task], now), *self._give_up([entry.task])]
+
+    def _end_cancelled(self, device: DeviceId, id: TaskId, unsent: tuple[OperandId, ...], now: float) -> list[Command]:
+        """Free the place of a cancelled task; its operands that were not sent completely are not held."""
+        if id not in self.tasks(device):
+            return []
+        queue = self._queues[device]
+        freed = queue.finish(id, now)
+        needed = tuple(operand for operand in unsent if queue.needs(operand))
+        useless = tuple(operand for operand in unsent if operand not in needed and operand not in freed)
+        queue.memory.discard(useless)
+        commands: list[Command] = [Resend(device, needed)] if needed else []
+        if freed or useless:
+            commands.append(Forget(device, freed + useless))
+        return commands + self._start(queue, now)
 
     def _release(self, operands: tuple[OperandId, ...], now: float) -> list[Command]:
+        held: dict[DeviceId, list[OperandId]] = {}
+        for operand in operands:
+            for device in self._holders[operand]:
+                held.setdefault(device, []).append(operand)
         commands: list[Command] = []
-        for name, device in self._devices.items():
-            free = device.shelf.release(operands)
-            if free:
-                commands += [Forget(name, free), *self._start(device, now)]
+        for device, released in held.items():
+            freed = self._queues[device].memory.release(released)
+            if freed:
+                commands += [Forget(device, freed), *self._start(self._queues[device], now)]
         return commands
+
+    # -------------------------------------------------------------------------------------------- tasks
+
+    def _start(self, queue: DeviceQueue, now: float) -> list[Command]:
+        """Start what waits for the device, after any change to its queue or memory."""
+        commands = queue.start(now)
+        self._check_later(queue, now)
+        if queue.device not in self._late:
+            self._free.put(queue.device, queue.free_at)
+        return commands
+
+    def _cancel(self, tasks: list[Task], now: float) -> list[Command]:
+        """Take pointless tasks out of the queues they wait in, or cancel them on their devices."""
+        commands: list[Command] = []
+        waiting: dict[DeviceId, set[TaskId]] = {}
+        for task in tasks:
+            queued = waiting.setdefault(task.device, set())
+            entry = self._queues[task.device].running.get(task.id)
+            if entry is None:
+                queued.add(task.id)
+            else:
+                entry.is_cancelled = True
+                commands.append(Cancel(task))
+        for device, queued in waiting.items():
+            queue = self._queues[device]
+            if queued:
+                queue.dequeue(queued)
+            commands += self._start(queue, now)  # tasks behind them may fit
+        return commands
+
+    def _give_up(self, tasks: Iterable[Task]) -> list[Command]:
+        """Orphan what only these tasks, which will not be done, could have brought."""
+        return [orphan for task in tasks if (orphan := self._regions.give_up(task)) is not None]
+
+    # -------------------------------------------------------------------------------------------- stragglers
+
+    @property
+    def _has_healthy(self) -> bool:
+        return len(self._late) < len(self._queues)
+
+    def _check_later(self, queue: DeviceQueue, now: float) -> None:
+        self._checks.put_earlier(queue.device, queue.next_check(now, can_move=self._has_healthy))
+
+    def _check_stragglers(self) -> None:
+        """Look after late devices at the next tick, if this is the first healthy one to take work from them."""
+        if len(self._queues) == len(self._late) + 1:
+            for device in self._late:
+                self._checks.put_earlier(device, -math.inf)
 
     def _tick(self, now: float) -> list[Command]:
-        stalled_s = now - self._ticked - 2 * TICK_S  # the server itself stood still: nobody's fault
-        self._ticked = now
+        """Look after the devices that are due: disconnect, mark as late, move and hedge their tasks."""
         commands: list[Command] = []
-        hedged: list[tuple[TaskId, Rectangle]] = []
-        for name, device in list(self._devices.items()):
-            entries = [entry for entry in device.running.values() if not entry.cancelled]
-            if stalled_s > 0:
-                for entry in entries:
-                    entry.late_at, entry.deadline = entry.late_at + stalled_s, entry.deadline + stalled_s
-            overdue = next((entry for entry in entries if now > entry.deadline), None)
+        due = [self._queues[device] for device in self._checks.pop_before(now)]
+        lagging: list[DeviceQueue] = []
+        for queue in due:
+            overdue = queue.overdue(now)
             if overdue is not None:
-                commands.append(Overdue(name, overdue.task, now - overdue.started, overdue.expected_s))
-            elif any(now > entry.late_at for entry in entries):
-                commands += self._lag(name, device, entries, hedged, now)
+                waited_s = now - overdue.started
+                commands.append(Overdue(queue.device, overdue.task, waited_s, overdue.expected_s))
+            elif queue.lags(now):
+                lagging.append(queue)
+                if queue.device not in self._late:
+                    self._late[queue.device] = None
+                    self._free.discard(queue.device)
+                    commands.append(Late(queue.device))
+        if self._has_healthy:
+            hedged: dict[TaskId, list[Rectangle]] = {}
+            for queue in lagging:
+                commands += self._move_waiting(queue)
+                commands += self._hedge_running(queue, hedged, now)
+        for queue in due:
+            self._check_later(queue, now)
         return commands
 
-    # -------------------------------------------------------------------------------------------- lag
+    def _move_waiting(self, queue: DeviceQueue) -> list[Command]:
+        """Hand back what waits for a late device and could be done elsewhere."""
+        movable = [task for task in queue.waiting if not task.is_bound]
+        queue.dequeue({task.id for task in movable})
+        return self._give_up(movable)
 
-    def _lag(
-        self,
-        name: DeviceId,
-        device: _Device,
-        entries: list[_Running],
-        hedged: list[tuple[TaskId, Rectangle]],
-        now: float,
-    ) -> list[Command]:
-        """A late device: tell so once, move what waits in its line, hedge what it runs and no healthy device has.
-
-        `hedged` is what was hedged at this moment already, of which region.
-        """
+    def _hedge_running(self, queue: DeviceQueue, hedged: dict[TaskId, list[Rectangle]], now: float) -> list[Command]:
+        """Hedge what a late device runs and no healthy device has, except what was `hedged` in this tick."""
         commands: list[Command] = []
-        if not device.is_late:
-            device.is_late = True
-            commands.append(Late(name))
-        if all(other.is_late for other in self._devices.values()):
-            return commands
-        line = [task for task in device.line() if not task.is_bound]
-        device.waiting = [entry for entry in device.waiting if entry[2].is_bound]
-        heapq.heapify(device.waiting)
-        for task in line:
-            commands += self._lose(task)
-        for entry in entries:
-            if entry.task.is_bound:
+        for entry in queue.live:
+            if now <= entry.hedge_at:
                 continue
-            if entry.hedged_at is None or now > entry.hedged_at + LATE_S + entry.expected_s:
-                entry.hedged_at = now
-                task, region = entry.task, _region(entry.task)
-                missing = self._uncovered(task, besides_late=True)
-                for part in [part for of, part in hedged if of == region]:
-                    missing = tuple(without(missing, part.moved(-task.top, -task.left)))
-                if missing:
-                    commands.append(Hedge(task, missing))
-                    hedged += [(region, part.moved(task.top, task.left)) for part in missing]
+            entry.hedged_at = now
+            task = entry.task
+            missing = self._regions.uncovered(task, ignoring=self._late)
+            done = hedged.setdefault(task.region_id, [])
+            for part in done:
+                missing = tuple(without(missing, part.moved(-task.top, -task.left)))
+            if missing:
+                commands.append(Hedge(task, missing))
+                done += [part.moved(task.top, task.left) for part in missing]
         return commands
 
-    def _forgive(self, name: DeviceId, now: float) -> list[Command]:
-        """A late device that spoke, and of which nothing is late any more, is back."""
-        device = self._devices.get(name)
-        if device is None or not device.is_late:
+    def _recover(self, device: DeviceId, now: float) -> list[Command]:
+        """Count a late device as healthy again once it speaks and none of its tasks is late."""
+        if device not in self._late or self._queues[device].lags(now):
             return []
-        if any(now > entry.late_at and not entry.cancelled for entry in device.running.values()):
-            return []
-        device.is_late = False
-        return [Back(name)]
-
-    # -------------------------------------------------------------------------------------------- tasks and regions
-
-    def _lose(self, task: Task) -> list[Command]:
-        """A task will not be done: what of it is missing, and no other task of its region covers, is an orphan."""
-        region = self._regions[_region(task)]
-        missing = self._uncovered(task, besides_late=False)
-        del region.tasks[task.id]
-        for piece in missing:
-            region.missing = without(region.missing, piece.moved(task.top, task.left))
-        if not region.missing:
-            del self._regions[_region(task)]
-        return [Orphan(task, missing, not region.missing)] if missing else []
-
-    def _uncovered(self, task: Task, *, besides_late: bool) -> tuple[Rectangle, ...]:
-        """What is missing of a task that no other covers; those of late devices do not count, if asked so."""
-        region = self._regions[_region(task)]
-        missing = within(region.missing, task.area)
-        for other in region.tasks.values():
-            if other.id != task.id and not (besides_late and self._is_late(other.device)):
-                missing = without(missing, other.area)
-        return tuple(piece.moved(-task.top, -task.left) for piece in missing)
-
-    def _is_late(self, name: DeviceId) -> bool:
-        return name not in self._devices or self._devices[name].is_late
-
-    def _withdraw(self, tasks: list[Task], now: float) -> list[Command]:
-        """Nobody wants them any more: out of the lines, or cancelled on the devices."""
-        commands: list[Command] = []
-        for task in tasks:
-            device = self._devices[task.device]
-            entry = device.running.get(task.id)
-            if entry is not None:
-                entry.cancelled = True
-                commands.append(Cancel(task))
-            else:
-                device.waiting = [other for other in device.waiting if other[2].id != task.id]
-                heapq.heapify(device.waiting)
-        for name in dict.fromkeys(task.device for task in tasks):  # what stood behind them may fit
-            commands += self._start(self._devices[name], now)
-        return commands
-
-    def _abandon(self, regions: tuple[TaskId, ...], now: float) -> list[Command]:
-        gone = [region for id in regions if (region := self._regions.pop(id, None)) is not None]
-        return self._withdraw([task for region in gone for task in region.tasks.values()], now)
-
-    # -------------------------------------------------------------------------------------------- one device
-
-    def _running(self, name: DeviceId) -> dict[TaskId, _Running]:
-        return self._devices[name].running if name in self._devices else {}
-
-    def _bury(self, name: DeviceId, id: TaskId, unsent: tuple[OperandId, ...], now: float) -> list[Command]:
-        """A cancelled task is off its device; what of its operands did not get there is not held."""
-        if id not in self._running(name):
-            return []
-        device = self._devices[name]
-        free = self._take_off(device, id, now)
-        device.past.append(id)
-        needed = tuple(operand for operand in unsent if self.needs(name, operand))
-        useless = tuple(operand for operand in unsent if operand not in needed and operand not in free)
-        device.shelf.discard(useless)
-        commands: list[Command] = [Resend(name, needed)] if needed else []
-        if free or useless:
-            commands.append(Forget(name, free + useless))
-        return commands + self._start(device, now)
-
-    def _end(self, name: DeviceId, id: TaskId, now: float) -> list[Command]:
-        device = self._devices[name]
-        free = self._take_off(device, id, now)
-        forget: list[Command] = [Forget(name, free)] if free else []
-        return forget + self._start(device, now)
-
-    def _take_off(self, device: _Device, id: TaskId, now: float) -> tuple[OperandId, ...]:
-        """A task leaves its device: with it goes what only it kept there."""
-        entry = device.running.pop(id)
-        device.busy_until = min(device.busy_until, now + sum(other.expected_s for other in device.running.values()))
-        return device.shelf.unplace(entry.task)
-
-    def _start(self, device: _Device, now: float) -> list[Command]:
-        """Start what is next in line, as long as there is a turn and room for it."""
-        commands: list[Command] = []
-        while device.waiting and len(device.running) < IN_FLIGHT:
-            task = device.waiting[0][2]
-            missing = device.shelf.missing(task)
-            dropped = device.shelf.place(task)
-            if dropped is None and not device.running:  # it waits for room that only others can free
-                for task in device.line()[1:]:
-                    missing = device.shelf.missing(task)
-                    dropped = device.shelf.place(task)
-                    if dropped is not None:
-                        break
-            if dropped is None:
-                break
-            if dropped:
-                commands.append(Forget(task.device, dropped))
-            device.take(task)
-            down_bytes = sum(operand.wire_bytes for operand in missing)
-            expected_s = device.pace.seconds(down_bytes, task.flops * task.effort, task.up_bytes)
-            for other in device.running.values():
-                if other.task.priority > task.priority:  # it has to wait for this one
-                    other.late_at, other.deadline = other.late_at + expected_s, other.deadline + expected_s
-            device.busy_until = max(device.busy_until, now) + expected_s
-            device.running[task.id] = _Running(
-                task=task,
-                owed=[task.whole],
-                expected_s=expected_s,
-                started=now,
-                late_at=_after(device.busy_until, expected_s, LATE_S, LATE_TIMES),
-                deadline=_after(device.busy_until, expected_s, DEADLINE_S, DEADLINE_TIMES),
-            )
-            commands.append(Start(task, tuple(operand.id for operand in missing)))
-        return commands
+        del self._late[device]
+        self._free.put(device, self._queues[device].free_at)
+        self._check_stragglers()
+        return [Back(device)]
 
     # -------------------------------------------------------------------------------------------- invariants
 
     def check(self) -> None:
-        """A violation is our own bug."""
-        live = dict(self._live())
-        assert live == {task.id: task for region in self._regions.values() for task in region.tasks.values()}
-        for region in self._regions.values():
-            assert region.missing, "a region with nothing missing is finished"
-            rest = region.missing
-            for task in region.tasks.values():
-                assert within(region.missing, task.area), "a task that can bring nothing is cancelled"
-                rest = without(rest, task.area)
-            assert not rest, "someone has what is missing"
-        for device in self._devices.values():
-            device.shelf.check(entry.task for entry in device.running.values())
-            assert all(entry.owed for entry in device.running.values()), "a task with nothing owed is over"
-            assert len(device.running) <= IN_FLIGHT
-            fits = [task for task in device.line() if device.shelf.has_room_for(task)]
-            assert device.running or not fits, "a device with work waiting that fits has work"
-
-    def _live(self) -> Iterator[tuple[TaskId, Task]]:
-        for device in self._devices.values():
-            yield from ((entry.task.id, entry.task) for entry in device.running.values() if not entry.cancelled)
-            yield from ((task.id, task) for task in device.line())
-
-
-def _region(task: Task) -> TaskId:
-    return task.id if task.region is None else task.region
-
-
-def _after(moment: float, expected_s: float, slack_s: float, times: float) -> float:
-    return moment + slack_s + times * expected_s
+        """Assert the invariants; a violation is a bug of ours."""
+        live: dict[TaskId, Task] = {}
+        holders: dict[OperandId, set[DeviceId]] = {}
+        for device, queue in self._queues.items():
+            queue.check()
+            live |= {entry.task.id: entry.task for entry in queue.live}
+            live |= {task.id: task for task in queue.waiting}
+            for operand in queue.memory:
+                holders.setdefault(operand, set()).add(device)
+        self._regions.check(live)
+        assert holders == {operand: set(self._holders[operand]) for operand in self._holders}
+        assert self._late.keys() <= self._queues.keys()
+        now = self._ticked
+        for device, queue in self._queues.items():
+            next_check = queue.next_check(now, can_move=self._has_healthy)
+            assert self._checks.moment(device) <= max(next_check, now), "no device is forgotten"
+            assert self._free.moment(device) == (math.inf if device in self._late else queue.free_at)

@@ -1,40 +1,45 @@
-"""Who is in the fleet and what each can do, as measured all the time.
+"""The devices that are here or were here, and their profiles as measured by their work.
 
-A rate is bytes (or operations) over the seconds they took, both fading, so that it follows a device that slows down
-within some tens of results and is not moved by one odd one. The planner sees a snapshot (`Profiles`) of those who are
-not late, which changes, with its number, only when a device comes, goes, lags or a rate has moved far enough to matter,
-so that plans can be kept. What a device did and how far it is trusted outlives its connection.
+A rate is an amount over the seconds it took, both fading, so that it follows a device that slows down within some tens
+of results and is not moved by a single odd one. The planner reads a snapshot (`Profiles`) of the devices that are not
+late. The snapshot, and with it the roster's number, changes only when a device joins, leaves, becomes late or
+recovers, or when a rate has moved far enough to matter, so that plans can be kept. It is built when it is asked for,
+and nothing else visits all devices. A device's record and trust outlive its connection.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections import OrderedDict
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from cleave.core.cost.gemm import Pace
+from cleave.core.cost.rates import Pace
 from cleave.core.fleet.profiles import Profiles
+from cleave.core.schedule.names import Names
+from cleave.core.schedule.profile_table import Measured, ProfileTable
 from cleave.core.verify.trust import Trust
 
-_FADE_BYTES = 32e6  # a link's memory: what counts half
-_FADE_S = 1.0  # a processor's memory: compute seconds that count half
-_MOVED, _LATENCY_MOVED = 1.3, 3.0
+_FADE_BYTES = 32e6  # after so many bytes a link's past counts half
+_FADE_S = 1.0  # after so many seconds of compute a processor's past counts half
 _LATENCY_FADE = 1.02
-_MOST_PAST = 4096
-_LONGEST_PAUSE_S = 300.0
+_MAX_PAST = 4096
+_MAX_PAUSE_S = 300.0
+_MAX_BYTES_PER_S, _MAX_FLOPS_PER_S = 20e9, 1e16  # so that a message that arrived at once took some time
 STAND_IN = "this server"
-"""The device that the server itself is, while no other is there."""
-_MOST_BYTES_PER_S, _MOST_FLOPS_PER_S = 20e9, 1e16  # what arrived at once took some time all the same
+"""Name of the server's own device, which computes while no other is here."""
+_RESERVED = frozenset(("server", STAND_IN))
 
 
 class Rate:
     """Amount per second, from amounts and seconds that fade."""
 
-    def __init__(self, first: float, memory: float, most: float) -> None:
-        self._memory, self._most = memory, most
+    def __init__(self, first: float, memory: float, maximum: float) -> None:
+        self._memory, self._maximum = memory, maximum
         self._amount = memory / 4
         self._seconds = memory / 4 / first
 
@@ -43,19 +48,31 @@ class Rate:
         return self._amount / self._seconds
 
     def add(self, amount: float, seconds: float) -> None:
-        """Learn from an amount that took some time; what a device cannot have measured teaches nothing."""
+        """Learn from an amount that took some time; ignore what no device can have measured."""
         if not (0 < amount < math.inf and 0 < seconds < math.inf):
             return
         keep = 0.5 ** (amount / self._memory)
         self._amount = self._amount * keep + amount
-        self._seconds = self._seconds * keep + max(seconds, amount / self._most)
+        self._seconds = self._seconds * keep + max(seconds, amount / self._maximum)
 
-    def limit(self, most: float) -> None:
-        self._amount = min(self._amount, most * self._seconds)
+    def limit(self, maximum: float) -> None:
+        self._amount = min(self._amount, maximum * self._seconds)
 
     def halve(self) -> None:
-        """For a device that is late with no word of why; what it does from now on tells the truth."""
+        """Expect less of a device that is late for an unknown reason; its next results correct the guess."""
         self._amount /= 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """What a device needed for one result: amounts, and the seconds each took."""
+
+    flops: float
+    compute_s: float
+    down_bytes: int
+    down_s: float
+    up_bytes: int
+    up_s: float
 
 
 @dataclass(slots=True)
@@ -69,47 +86,36 @@ class Member:
     up: Rate
     address: str = ""
     key: str | None = ""
-    """By which of the run's tokens it joined; None: it is this server itself."""
+    """The token of the run that it joined with; None for the server's own device."""
     trust: Trust = field(default_factory=Trust)
     tasks: int = 0
     done_flops: float = 0.0
-    """Of all results that were taken."""
+    """FLOPs of all accepted results."""
     verified_flops: float = 0.0
-    """Of those that were checked on arrival: products, not resident layers."""
-    """Of results that were checked and found right: its credit."""
+    """FLOPs of results that were verified on arrival: products, not resident layers. The device's credit."""
     wrong: int = 0
     """Results that were found wrong."""
     compute_s: float = 0.0
-    """As it says itself."""
+    """Seconds of compute, as reported by the device."""
     down_bytes: int = 0
     up_bytes: int = 0
     failures: int = 0
-    """Tasks in a row that it could not do."""
+    """Consecutive tasks that it could not do."""
     refused: int = 0
-    """Results in a row that nobody had asked it for."""
+    """Consecutive results that it was not asked for."""
     bad_stays: int = 0
-    """In a row, that ended by its own fault with nothing done."""
+    """Consecutive connections that ended through its own fault with nothing done."""
     has_helped: bool = False
-    """Something it returned was right, in this stay."""
+    """It has returned a correct result during this connection."""
     not_before: float = 0.0
-    """When such a device may join again."""
-    is_late: bool = False
-    idle_since: float = 0.0
-    """When it last had something to do."""
-    tasks_then: int = -1
-    products_then: int = 0
-    was_told_idle: bool = False
-    moved_bytes: int = 0
-    """What had moved over its link when it was last told to be at work."""
-    probed_at: float | None = None
-    """When the probe was sent whose answer is awaited."""
+    """When it may join again after a bad stay."""
 
     def heard(self, round_trip_s: float) -> None:
-        """A probe's answer, which may have waited behind other messages: the least counts, and slowly fades."""
+        """Learn from the answer to a heartbeat, which may have queued behind other messages: keep a fading minimum."""
         self.latency_s = min(round_trip_s, self.latency_s * _LATENCY_FADE)
 
     def start_no_faster_than(self, before: Member) -> None:
-        """What work has shown counts more than a new probe, which a short burst may have flattered."""
+        """Cap the rates of a new probe, which a short burst may have flattered, at those its work had shown."""
         for ours, theirs in ((self.flops, before.flops), (self.down, before.down), (self.up, before.up)):
             ours.limit(theirs.value)
 
@@ -122,27 +128,61 @@ class Member:
         """FLOP/s, bytes/s down and up."""
         return self.flops.value, self.down.value, self.up.value
 
-    def has_moved(self, seen: tuple[float, ...]) -> bool:
-        """Whether it differs enough from what was seen that other plans are due."""
-        now = (*self.rates, self.latency_s)
-        far = (_MOVED, _MOVED, _MOVED, _LATENCY_MOVED)
-        return any(not 1 / most < value / before < most for value, before, most in zip(now, seen, far, strict=True))
+    @property
+    def measured(self) -> Measured:
+        return Measured(*self.rates, self.latency_s, self.memory_bytes)
 
 
 _OUTLIVES = ("tasks", "done_flops", "verified_flops", "wrong", "compute_s", "down_bytes", "up_bytes")
-"""What of a member stays when it leaves and returns under its name."""
+"""Fields that a member keeps when it leaves and returns under its name."""
+
+
+class PastMembers(Mapping[str, Member]):
+    """A bounded record of devices that left; those that were wrong are forgotten last."""
+
+    def __init__(self, maximum: int = _MAX_PAST) -> None:
+        self._maximum = maximum
+        self._members: OrderedDict[str, Member] = OrderedDict()
+        self._wrong: OrderedDict[str, Member] = OrderedDict()
+        """Those among the oldest that were found wrong, set aside when one had to be forgotten."""
+
+    def __getitem__(self, name: str) -> Member:
+        return self._members[name] if name in self._members else self._wrong[name]
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self._wrong
+        yield from self._members
+
+    def __len__(self) -> int:
+        return len(self._members) + len(self._wrong)
+
+    def add(self, member: Member) -> None:
+        """Record a device that left; amortised, forgetting one costs the same however many there are."""
+        self._members[member.name] = member
+        while len(self) > self._maximum:
+            if not self._members:
+                self._wrong.popitem(last=False)
+                continue
+            name, oldest = self._members.popitem(last=False)
+            if oldest.wrong:
+                self._wrong[name] = oldest
+
+    def pop(self, name: str) -> Member | None:
+        return (self._members if name in self._members else self._wrong).pop(name, None)
 
 
 class Roster:
-    def __init__(self) -> None:
+    def __init__(self, late: AbstractSet[str] = frozenset()) -> None:
+        """`late` is a live view of the late devices, which is the ledger's to decide."""
+        self._late = late
         self.members: dict[str, Member] = {}
-        self.past: dict[str, Member] = {}
-        """Those who left, with what they did."""
+        self.past = PastMembers()
         self.number = 0
         """Grows whenever the snapshot changes."""
-        self._reserved: set[str] = set()
+        self._table = ProfileTable()
         self._snapshot: Profiles | None = None
-        self._seen: dict[str, tuple[float, float, float, float]] = {}
+        self._names = Names()
+        self._reserved: set[str] = set()
 
     def add(
         self,
@@ -162,90 +202,113 @@ class Roster:
             kernel=kernel,
             memory_bytes=memory_bytes,
             latency_s=latency_s,
-            flops=Rate(flops_per_s, flops_per_s * _FADE_S, _MOST_FLOPS_PER_S),
-            down=Rate(down_bytes_per_s, _FADE_BYTES, _MOST_BYTES_PER_S),
-            up=Rate(up_bytes_per_s, _FADE_BYTES, _MOST_BYTES_PER_S),
+            flops=Rate(flops_per_s, flops_per_s * _FADE_S, _MAX_FLOPS_PER_S),
+            down=Rate(down_bytes_per_s, _FADE_BYTES, _MAX_BYTES_PER_S),
+            up=Rate(up_bytes_per_s, _FADE_BYTES, _MAX_BYTES_PER_S),
             address=address,
             key=key,
         )
-        before = self.past.pop(name, None)
+        before = self.past.get(name)
         if before is not None:
             for kept in _OUTLIVES:
                 setattr(member, kept, getattr(before, kept))
-            if before.address == address:  # a name alone is anyone's
+            if before.address == address:  # any device may give any name
                 member.trust, member.bad_stays = before.trust, before.bad_stays
                 member.start_no_faster_than(before)
+        self._table.add(name, member.measured)
+        self.past.pop(name)
         self.members[name] = member
         self._changed()
         return member
 
     def remove(self, name: str) -> None:
-        self.past[name] = self.members.pop(name)
-        while len(self.past) > _MOST_PAST:  # the oldest without a fault, then the oldest
-            innocent = (other for other, member in self.past.items() if not member.wrong)
-            del self.past[next(innocent, next(iter(self.past)))]
+        self.past.add(self.members.pop(name))
+        self._table.remove(name)
+        self._names.freed(name, self._is_taken)
         self._changed()
 
-    def set_late(self, name: str, is_late: bool) -> None:
-        member = self.members.get(name)
-        if member is not None and member.is_late != is_late:
-            member.is_late = is_late
-            if is_late:
-                for rate in (member.flops, member.down, member.up):
-                    rate.halve()
+    def observe(self, name: str, seen: Observation, effort: float) -> None:
+        """Learn from work what the probe could only guess; operations of `effort` count that much more."""
+        member = self.members[name]
+        member.flops.add(seen.flops * effort, seen.compute_s)
+        member.down.add(seen.down_bytes, seen.down_s)
+        member.up.add(seen.up_bytes, seen.up_s)
+        member.up_bytes += seen.up_bytes
+        if 0 <= seen.compute_s < math.inf:
+            member.compute_s += seen.compute_s
+        self.measured(name)
+
+    def measured(self, name: str) -> None:
+        """Let the next snapshot show a device's rates and latency, which work or a heartbeat has just changed."""
+        self._table.update(name, self.members[name].measured)
+        if self._snapshot is not None and self._table.has_moved(name):
             self._changed()
 
+    def lateness_changed(self, name: str) -> None:
+        """Leave a device that became late out of the snapshot, with its rates halved; or show a recovered one again."""
+        member = self.members.get(name)
+        if member is None:
+            return
+        if name in self._late:
+            for rate in (member.flops, member.down, member.up):
+                rate.halve()
+            self._table.update(name, member.measured)
+        self._changed()
+
     def send_away(self, name: str, now: float) -> None:
-        """A stay ended by the device's own fault, with nothing done: the next has to wait, each time twice as long."""
+        """Make a device whose stay ended badly wait before it joins again, each time twice as long."""
         member = self.members[name]
         member.bad_stays += 1
-        member.not_before = now + min(2.0**member.bad_stays, _LONGEST_PAUSE_S)
+        member.not_before = now + min(2.0**member.bad_stays, _MAX_PAUSE_S)
 
     def pause_s(self, name: str, address: str, now: float) -> float:
-        """How long a device of that name and address has to wait before it may join."""
+        """Seconds that a device of that name and address must wait before it may join."""
         before = self.past.get(name)
         return max(0.0, before.not_before - now) if before is not None and before.address == address else 0.0
 
     def is_quarantined(self, name: str, address: str) -> bool:
-        """Whether a device of that name came from that address before and is trusted no more."""
+        """Whether a device of that name and address has lost its trust."""
         before = self.past.get(name)
         return before is not None and before.address == address and before.trust.is_lost
 
     @contextmanager
     def reserved(self, name: str, *, own: bool = False) -> Generator[str]:
-        """The name, or the name with a number behind it, kept from others until its device is added."""
+        """Reserve a name, with a number behind it if it is taken, until its device is added.
+
+        `own` allows the names reserved for the server itself.
+        """
         wanted = "".join(letter for letter in name if letter.isprintable())[:60].strip() or "device"
-        taken = {*self.members, *self._reserved, *(() if own else ("server", STAND_IN))}
-        numbered = (f"{wanted}-{i}" for i in range(2, len(taken) + 3))
-        free = next(candidate for candidate in (wanted, *numbered) if candidate not in taken)
+        free = self._names.free(
+            wanted, self._is_taken if own else lambda name: name in _RESERVED or self._is_taken(name)
+        )
         self._reserved.add(free)
         try:
             yield free
         finally:
-            self._reserved.discard(free)
+            self._reserved.remove(free)
+            if free not in self.members:
+                self._names.freed(free, self._is_taken)
 
     def profiles(self) -> Profiles | None:
-        """The present snapshot; None while nobody is there. Where all are late, they are better than none."""
+        """A snapshot of the devices that are not late, or of all if all are late; None if none is here."""
         if self._snapshot is None and self.members:
-            members = [member for member in self.members.values() if not member.is_late] or [*self.members.values()]
-            self._seen = {member.name: (*member.rates, member.latency_s) for member in members}
-            self._snapshot = Profiles(
-                names=tuple(member.name for member in members),
-                flops_per_s=np.array([member.flops.value for member in members]),
-                down_bytes_per_s=np.array([member.down.value for member in members]),
-                up_bytes_per_s=np.array([member.up.value for member in members]),
-                latency_s=np.array([member.latency_s for member in members]),
-                memory_bytes=np.array([float(member.memory_bytes) for member in members]),
-            )
+            self._snapshot = self._table.snapshot(without=self._late)
         return self._snapshot
 
-    def refresh(self) -> None:
-        """Take a new snapshot if a rate has moved far since the last."""
-        for member in self.members.values():
-            seen = self._seen.get(member.name)
-            if seen is not None and member.has_moved(seen):
-                self._changed()
-                return
+    def select(self, names: Sequence[str]) -> Profiles:
+        """Profiles of some members, in this order."""
+        members = [self.members[name] for name in names]
+        return Profiles(
+            names=tuple(names),
+            flops_per_s=np.array([member.flops.value for member in members]),
+            down_bytes_per_s=np.array([member.down.value for member in members]),
+            up_bytes_per_s=np.array([member.up.value for member in members]),
+            latency_s=np.array([member.latency_s for member in members]),
+            memory_bytes=np.array([float(member.memory_bytes) for member in members]),
+        )
+
+    def _is_taken(self, name: str) -> bool:
+        return name in self.members or name in self._reserved
 
     def _changed(self) -> None:
         self.number += 1

@@ -1,4 +1,4 @@
-"""Half-open rectangles of a block: what is missing, what came, what is left."""
+"""Half-open rectangles of a block, and sets of disjoint ones: what is missing, what came, what is left."""
 
 from __future__ import annotations
 
@@ -22,30 +22,33 @@ class Rectangle(NamedTuple):
 
     @property
     def area(self) -> int:
-        return self.rows * self.cols
+        return (self.bottom - self.top) * (self.right - self.left)
 
     def moved(self, down: int, right: int) -> Rectangle:
         return Rectangle(self.top + down, self.bottom + down, self.left + right, self.right + right)
 
 
 def common(one: Rectangle, other: Rectangle) -> Rectangle | None:
+    """Intersection of two rectangles; None if it is empty."""
     top, bottom = max(one.top, other.top), min(one.bottom, other.bottom)
     left, right = max(one.left, other.left), min(one.right, other.right)
     return Rectangle(top, bottom, left, right) if top < bottom and left < right else None
 
 
 def within(pieces: Iterable[Rectangle], frame: Rectangle) -> list[Rectangle]:
-    """What of disjoint pieces lies inside the frame."""
+    """Cut disjoint pieces down to the part inside the frame."""
     return [shared for piece in pieces if (shared := common(piece, frame)) is not None]
 
 
 def without(pieces: Iterable[Rectangle], hole: Rectangle) -> list[Rectangle]:
-    """What of disjoint pieces lies outside the hole."""
+    """Cut a hole out of disjoint pieces; the result is disjoint."""
     rest: list[Rectangle] = []
     for piece in pieces:
         cut = common(piece, hole)
         if cut is None:
             rest.append(piece)
+            continue
+        if cut == piece:
             continue
         around = (
             Rectangle(piece.top, cut.top, piece.left, piece.right),
@@ -58,5 +61,5 @@ def without(pieces: Iterable[Rectangle], hole: Rectangle) -> list[Rectangle]:
 
 
 def total(pieces: Iterable[Rectangle]) -> int:
-    """The area of disjoint pieces."""
+    """Area of disjoint pieces."""
     return sum(piece.area for piece in pieces)

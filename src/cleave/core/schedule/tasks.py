@@ -1,31 +1,33 @@
-"""The words between the ledger and whoever drives it: tasks, what happened to them, what to do about it.
+"""The vocabulary between the ledger and its driver: tasks, events (what happened) and commands (what to do about it).
 
-A **region** is a rectangle of an output that someone must compute. It begins with one task over all of it; hedges are
-further tasks over parts of it. Rectangles are in the coordinates of a task, unless said otherwise.
+A **region** is a rectangle of an output that must be computed. It begins with one task over all of it; hedges are
+further tasks over parts of it. A **group** is whatever the submitter says its regions belong to (a run, a seat), so
+that they can be abandoned together. Rectangles are in a task's own coordinates unless stated otherwise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NewType
 
-from cleave.core.cost.gemm import Pace
+from cleave.core.cost.rates import Pace
+from cleave.core.fleet.profiles import DeviceId
 from cleave.core.schedule.rectangles import Rectangle
 
 TaskId = NewType("TaskId", int)
 OperandId = NewType("OperandId", int)
-DeviceId = NewType("DeviceId", str)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Operand:
     id: OperandId
     bytes: int
-    """What it takes on a device."""
+    """Memory it takes on a device."""
     wire_bytes: int = 0
-    """What it takes to send."""
+    """Bytes on the wire when it is sent."""
     is_made: bool = False
-    """By the device itself, for tasks that come: never sent, and kept until it is released."""
+    """The device computes it itself, for later tasks: never sent, and kept until it is released."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,24 +35,31 @@ class Task:
     id: TaskId
     device: DeviceId
     priority: int
+    """Lower numbers run first."""
     operands: tuple[Operand, ...]
     rows: int
     cols: int
     result_bytes: int
-    """What its result takes on the device until it is sent."""
+    """Memory its result takes on the device until it is sent."""
     flops: float = 0.0
     effort: float = 1.0
-    """How much longer its operations take than those of a large product."""
+    """Factor by which its operations take longer than those of a large product."""
     up_bytes: int = 0
     region: TaskId | None = None
-    """The region it is a hedge for; None: it begins one of its own."""
+    """The region it hedges; None: it opens a region of its own."""
     top: int = 0
     left: int = 0
-    """Where it lies in that region."""
+    """Position in that region."""
     is_bound: bool = False
-    """No other device could do it, as it goes on from what this one has made: it is neither moved nor hedged."""
+    """It continues from state that only this device has: never moved, never hedged."""
+    group: Hashable = field(default=None, compare=False, repr=False)
+    """The group its region belongs to, if any; a hedge belongs to the group of its region."""
     work: object = field(default=None, compare=False, repr=False)
-    """The driver's own, handed back untouched."""
+    """The submitter's own data, handed back untouched."""
+
+    @property
+    def region_id(self) -> TaskId:
+        return self.id if self.region is None else self.region
 
     @property
     def whole(self) -> Rectangle:
@@ -58,7 +67,7 @@ class Task:
 
     @property
     def area(self) -> Rectangle:
-        """What it covers of its region."""
+        """The part of its region that it covers, in the region's coordinates."""
         return self.whole.moved(self.top, self.left)
 
 
@@ -85,14 +94,14 @@ class DeviceLeft:
 
 @dataclass(frozen=True, slots=True)
 class DeviceAnswered:
-    """A sign of life that is no result."""
+    """The device answered a heartbeat."""
 
     device: DeviceId
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceMoved:
-    """Bytes move, to it or from it: however slow, it is at work."""
+    """Bytes moved to or from the device: however slow, it is making progress."""
 
     device: DeviceId
 
@@ -104,7 +113,7 @@ class TasksSubmitted:
 
 @dataclass(frozen=True, slots=True)
 class ResultArrived:
-    """A rectangle that was found right."""
+    """A rectangle of a result arrived and was verified."""
 
     device: DeviceId
     task: TaskId
@@ -113,7 +122,7 @@ class ResultArrived:
 
 @dataclass(frozen=True, slots=True)
 class TaskFailed:
-    """The device could not do it, or what it returned is wrong."""
+    """The device could not do the task, or returned a wrong result."""
 
     device: DeviceId
     task: TaskId
@@ -121,31 +130,31 @@ class TaskFailed:
 
 @dataclass(frozen=True, slots=True)
 class CancelSent:
-    """From here on, everything sent to the device comes after the cancellation."""
+    """A cancellation is on the wire: everything sent to the device from now on arrives after it."""
 
     device: DeviceId
     task: TaskId
     unsent: tuple[OperandId, ...] = ()
-    """Its operands that did not go out whole."""
+    """Operands of the task that were not sent completely."""
 
 
 @dataclass(frozen=True, slots=True)
-class RegionsAbandoned:
-    """Nobody wants the results of these any more."""
+class GroupsAbandoned:
+    """The results of all open regions of these groups are no longer needed."""
 
-    regions: tuple[TaskId, ...]
+    groups: tuple[Hashable, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class OperandsReleased:
-    """Nobody will ask for these again."""
+    """No future task will use these operands."""
 
     operands: tuple[OperandId, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed; comes every TICK_S while something is unfinished."""
+    """Time passed; sent every TICK_S while the ledger is busy."""
 
 
 Event = (
@@ -158,7 +167,7 @@ Event = (
     | ResultArrived
     | TaskFailed
     | CancelSent
-    | RegionsAbandoned
+    | GroupsAbandoned
     | OperandsReleased
     | Tick
 )
@@ -169,7 +178,7 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Tell the device to run it, and send the operands it lacks."""
+    """Tell the device to run the task, and send the operands it lacks."""
 
     task: Task
     missing: tuple[OperandId, ...]
@@ -177,14 +186,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Cancel:
-    """Tell the device to forget a task, behind all that was sent for it; then say `CancelSent`."""
+    """Tell the device to drop a task, after everything already sent for it; then report `CancelSent`."""
 
     task: Task
 
 
 @dataclass(frozen=True, slots=True)
 class Resend:
-    """Operands that did not go out whole with a cancelled task are needed by another: send them from the start."""
+    """Send operands from the start: a cancelled task left them incomplete and another task needs them."""
 
     device: DeviceId
     operands: tuple[OperandId, ...]
@@ -200,37 +209,41 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Accept:
+    """Use a result."""
+
     task: Task
     part: Rectangle
-    """What came."""
+    """The rectangle that arrived."""
     fresh: tuple[Rectangle, ...]
-    """What of it nobody had brought before."""
+    """The parts of it that no other device had returned before."""
     finished: bool
-    """The whole region is there now."""
+    """Its region is now complete."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
+    """Ignore a result or a failure."""
+
     device: DeviceId
     reason: str
     is_fault: bool
-    """Not merely too late."""
+    """The device broke the protocol, rather than being too late."""
 
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """What nobody has any more of a region; it is to be planned anew, as regions of their own."""
+    """Plan parts of a region again, as new regions: no device has them any more."""
 
     task: Task
-    """One that covered all of it."""
+    """A task that covered all of them."""
     missing: tuple[Rectangle, ...]
     finished: bool
-    """Nothing else of its region is missing."""
+    """Nothing else of its region is missing: the region is closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hedge:
-    """What a late device holds up and no other has: worth giving to others too, as hedges of `task`'s region."""
+    """Give parts that a late device holds up to others too, as hedges of the task's region."""
 
     task: Task
     missing: tuple[Rectangle, ...]
@@ -238,23 +251,26 @@ class Hedge:
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """The device is later than it should be: plan without it until it is `Back`."""
+    """The device became late: plan without it until it is `Back`."""
 
     device: DeviceId
 
 
 @dataclass(frozen=True, slots=True)
 class Back:
+    """The device is late no longer."""
+
     device: DeviceId
 
 
 @dataclass(frozen=True, slots=True)
 class Overdue:
-    """The device let a deadline pass: part with it."""
+    """Disconnect the device: it missed a deadline. Repeated every tick until it has left."""
 
     device: DeviceId
     task: Task
     waited_s: float
+    """Seconds since the task started, server stalls excluded."""
     expected_s: float
 
 

@@ -1,1 +1,1 @@
-"""Decide whether a result is right: projection checks, recomputation, trust."""
+"""Verify results: projection checks of products, recomputation of everything else, trust in devices."""

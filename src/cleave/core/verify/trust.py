@@ -1,13 +1,15 @@
-"""How far a device is trusted, from what its results were found to be.
+"""Trust in a device, from the verdicts on its results.
 
-Every result is checked, so trust is not about what is accepted but about whom to keep: a wrong one costs its block a
-second time. One wrong block makes a suspect, who is checked harder; right ones slowly clear it, as memory errs too.
-Who is wrong more often than one block in RIGHTS_PER_WRONG ends in quarantine however long it takes.
+Trust does not decide what is accepted but whom to keep: a wrong block costs its computation a second time. One wrong
+block makes a suspect, which is checked harder; right ones slowly clear it, since memory errs too. A device that is
+wrong more often than once in RIGHTS_PER_WRONG blocks ends in quarantine however long it takes. Results that nobody
+checked clear nobody, so audits keep a suspicion of their own.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 RIGHTS_PER_WRONG = 200
 WRONGS_TO_QUARANTINE = 3
@@ -15,19 +17,37 @@ WRONGS_TO_QUARANTINE = 3
 
 @dataclass(slots=True)
 class Trust:
+    """Suspicion against one device: up by 1 per wrong block, down slowly with correct ones."""
+
     suspicion: float = 0.0
+    audit_suspicion: float = 0.0
+    proven: set[str] = field(default_factory=lambda: set[str]())
+    """Directions of a pass in which the latest audits found the device right."""
 
     def right(self, share: float = 1.0) -> None:
-        """A share of a block: however finely it is returned, it clears no more than the block."""
+        """Count a share of a block: however finely it is returned, it clears no more than the block."""
         self.suspicion = max(0.0, self.suspicion - share / RIGHTS_PER_WRONG)
 
     def wrong(self) -> None:
         self.suspicion += 1
+
+    def audited_right(self, directions: Iterable[str]) -> None:
+        self.audit_suspicion = max(0.0, self.audit_suspicion - 1 / RIGHTS_PER_WRONG)
+        self.proven.update(directions)
+
+    def audited_wrong(self) -> None:
+        """Count what an audit found; the caller counts the wrong result itself."""
+        self.audit_suspicion += 1
+        self.proven.clear()
 
     @property
     def is_suspect(self) -> bool:
         return self.suspicion > 0
 
     @property
+    def is_audit_suspect(self) -> bool:
+        return self.audit_suspicion > 0
+
+    @property
     def is_lost(self) -> bool:
-        return self.suspicion > WRONGS_TO_QUARANTINE - 1
+        return max(self.suspicion, self.audit_suspicion) > WRONGS_TO_QUARANTINE - 1

@@ -1,1 +1,1 @@
-"""The fixed set of programs a device runs; nothing a server sends is executed as code."""
+"""The fixed set of programs a device can run. Nothing a server sends is ever executed as code."""

@@ -1,8 +1,8 @@
-"""Causal attention over some rows of a sequence, forward and backward; K and V of the rows before are in a cache.
+"""Causal attention over some rows of a sequence, forward and backward, with a KV cache for the rows before them.
 
-Rows come in order forward, and leave their keys and values in the cache; backward they come in reverse, so that the
-gradients of keys and values, added up there, are complete when their own rows are reached. Scores are made in tiles
-that stay small, for as many key heads at once as fit; what would be hidden from all rows of a tile is left out.
+Forward, rows come in order and leave their keys and values in the cache. Backward, they come in reverse, so the
+gradients of keys and values accumulated there are complete by the time their own rows are reached. Scores are computed
+in small tiles, for as many key heads at once as fit; keys that no row of a tile can see are skipped.
 """
 
 from __future__ import annotations
@@ -11,30 +11,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cleave.core.model.decoder import Attention, Weight
 from cleave.device.programs.kernels import Array
 from cleave.device.programs.linear import (
-    Unit,
+    Scope,
     add_gradients,
     apply,
-    forward_products,
-    gradient_products,
+    forward_macs,
+    gradient_macs,
     input_gradient,
     normalize,
     normalize_back,
     out_width,
 )
-from cleave.protocol.programs import Attention, Weight
 
-_MOST_ROWS = 128
-"""Of a tile: with more, too many scores beyond the diagonal are made in vain."""
-_LEAST_ROWS = 16
-_FAR = -1e30
-"""Added to the score of a hidden key; a row whose scores are all as low sees none."""
+_MAX_TILE_ROWS = 128
+"""A taller tile would compute too many scores beyond the diagonal in vain."""
+_MIN_TILE_ROWS = 16
+_MASKED = -1e30
+"""Added to the score of a masked key. A row whose scores are all this low attends to nothing."""
 
 
 @dataclass(slots=True)
-class Cache:
-    """Of one attention and one sequence: sequence x key width, stored as key heads x sequence x head_dim."""
+class KVCache:
+    """Keys and values of one sequence in one attention: sequence x width, laid out key heads x sequence x head_dim."""
 
     keys: Array
     values: Array
@@ -43,182 +43,184 @@ class Cache:
 
 
 class _Band(NamedTuple):
-    """Tiles of the same rows and keys."""
+    """Tiles that share rows and keys and differ in key heads."""
 
     rows: slice
     keys: slice
     groups: list[slice]
-    """Key heads of each tile."""
+    """Key heads per tile."""
 
 
-def remember(unit: Unit, part: Attention, cache: Cache, x: Array) -> None:
-    """Keys and values of x, and no more."""
-    _remember(unit, part, cache, normalize(unit, part.norm, x).y)
+def fill_cache(scope: Scope, part: Attention, cache: KVCache, x: Array) -> None:
+    """Compute only the keys and values of `x`."""
+    _fill_cache(scope, part, cache, normalize(scope, part.norm, x).y)
 
 
-def forward(unit: Unit, part: Attention, cache: Cache, x: Array, *, remembers: bool) -> Array:
-    """f(norm(x)); unless it remembers, keys and values of these rows are in the cache already."""
-    normed = normalize(unit, part.norm, x).y
-    if remembers:
-        _remember(unit, part, cache, normed)
-    queries = _queries(unit, part, normed)
+def forward(scope: Scope, part: Attention, cache: KVCache, x: Array, *, fills_cache: bool) -> Array:
+    """Compute f(norm(x)). Without `fills_cache`, the cache already holds the keys and values of these rows."""
+    normed = normalize(scope, part.norm, x).y
+    if fills_cache:
+        _fill_cache(scope, part, cache, normed)
+    queries = _queries(scope, part, normed)
     keys, values = _by_head(part, cache.keys), _by_head(part, cache.values)
-    context, share = unit.kernel.ops.empty_like(queries), len(queries) // len(keys)
-    for band in _bands(unit, part):
-        hidden = _hidden(unit, part, band)
+    context, group_size = scope.kernel.ops.empty_like(queries), len(queries) // len(keys)
+    for band in _bands(scope, part):
+        bias = _mask_bias(scope, part, band)
         for group in band.groups:
-            chances = _chances(unit, _tile(queries, group, band, share), keys[group, band.keys], hidden)
-            _put(context, group, band, share, unit.kernel.ops.matmul(chances, values[group, band.keys]))
-    return apply(unit, part.o, _merged(context))
+            probabilities = _probabilities(scope, _tile(queries, group, band, group_size), keys[group, band.keys], bias)
+            _put_tile(
+                context, group, band, group_size, scope.kernel.ops.matmul(probabilities, values[group, band.keys])
+            )
+    return apply(scope, part.o, _merge_heads(context))
 
 
-def backward(unit: Unit, part: Attention, cache: Cache, x: Array, dy: Array) -> Array:
-    """dx of f(norm(x)); queries and scores are made again."""
-    matmul = unit.kernel.ops.matmul
-    normed = normalize(unit, part.norm, x)
-    queries = _queries(unit, part, normed.y)
-    d_context = _split(unit, part, input_gradient(unit, part.o, dy), is_rotated=False)
-    context, d_queries = unit.kernel.ops.empty_like(queries), unit.kernel.ops.empty_like(queries)
+def backward(scope: Scope, part: Attention, cache: KVCache, x: Array, dy: Array) -> Array:
+    """Return dx of f(norm(x)), recomputing queries and scores."""
+    matmul = scope.kernel.ops.matmul
+    normed = normalize(scope, part.norm, x)
+    queries = _queries(scope, part, normed.y)
+    d_context = _split_heads(scope, part, input_gradient(scope, part.o, dy), is_rotated=False)
+    context, d_queries = scope.kernel.ops.empty_like(queries), scope.kernel.ops.empty_like(queries)
     keys, values, d_keys, d_values = (
         _by_head(part, stored) for stored in (cache.keys, cache.values, cache.key_gradients, cache.value_gradients)
     )
-    share = len(queries) // len(keys)
-    for band in _bands(unit, part):
-        hidden = _hidden(unit, part, band)
+    group_size = len(queries) // len(keys)
+    for band in _bands(scope, part):
+        bias = _mask_bias(scope, part, band)
         for group in band.groups:
-            seen = group, band.keys
-            q = _tile(queries, group, band, share)
-            chances = _chances(unit, q, keys[seen], hidden)
-            d_out = _tile(d_context, group, band, share)
-            out = matmul(chances, values[seen])
-            _put(context, group, band, share, out)
-            d_values[seen] += matmul(chances.swapaxes(1, 2), d_out)
+            visible = group, band.keys
+            q = _tile(queries, group, band, group_size)
+            probabilities = _probabilities(scope, q, keys[visible], bias)
+            d_out = _tile(d_context, group, band, group_size)
+            out = matmul(probabilities, values[visible])
+            _put_tile(context, group, band, group_size, out)
+            d_values[visible] += matmul(probabilities.swapaxes(1, 2), d_out)
             out *= d_out
-            d_scores = matmul(d_out, values[seen].swapaxes(1, 2))
+            d_scores = matmul(d_out, values[visible].swapaxes(1, 2))
             d_scores -= out.sum(axis=2, keepdims=True)
-            d_scores *= chances
-            _put(d_queries, group, band, share, matmul(d_scores, keys[seen]))
-            d_keys[seen] += matmul(d_scores.swapaxes(1, 2), q)
-    add_gradients(unit, part.o, _merged(context), dy)
+            d_scores *= probabilities
+            _put_tile(d_queries, group, band, group_size, matmul(d_scores, keys[visible]))
+            d_keys[visible] += matmul(d_scores.swapaxes(1, 2), q)
+    add_gradients(scope, part.o, _merge_heads(context), dy)
     d_queries *= part.scale
-    own = slice(unit.first_row, unit.first_row + unit.rows)
+    own = slice(scope.first_row, scope.first_row + scope.rows)
     d_normed = None
     for weight, gradient, is_rotated in (
         (part.q, d_queries, part.is_rotary),
         (part.k, d_keys[:, own], part.is_rotary),
         (part.v, d_values[:, own], False),
     ):
-        flat = _merged(_rotated_back(unit, part, gradient) if is_rotated else gradient)
-        add_gradients(unit, weight, normed.y, flat)
-        d_normed = input_gradient(unit, weight, flat, d_normed)
-    return normalize_back(unit, part.norm, normed, d_normed)
+        flat = _merge_heads(_unrotate(scope, part, gradient) if is_rotated else gradient)
+        add_gradients(scope, weight, normed.y, flat)
+        d_normed = input_gradient(scope, weight, flat, d_normed)
+    return normalize_back(scope, part.norm, normed, d_normed)
 
 
-# ------------------------------------------------------------------------------------------------ what it takes
+# ------------------------------------------------------------------------------------------------ cost
 
 
-def forward_flops(unit: Unit, part: Attention, *, remembers: bool) -> float:
-    weights: tuple[Weight, ...] = (part.q, part.o, *((part.k, part.v) if remembers else ()))
-    return 2.0 * (unit.rows * sum(forward_products(unit, weight) for weight in weights) + 2 * _scores(unit, part))
+def forward_flops(scope: Scope, part: Attention, *, fills_cache: bool) -> float:
+    weights: tuple[Weight, ...] = (part.q, part.o, *((part.k, part.v) if fills_cache else ()))
+    return 2.0 * (scope.rows * sum(forward_macs(scope, weight) for weight in weights) + 2 * _score_macs(scope, part))
 
 
-def remember_flops(unit: Unit, part: Attention) -> float:
-    return 2.0 * unit.rows * (forward_products(unit, part.k) + forward_products(unit, part.v))
+def fill_cache_flops(scope: Scope, part: Attention) -> float:
+    return 2.0 * scope.rows * (forward_macs(scope, part.k) + forward_macs(scope, part.v))
 
 
-def backward_flops(unit: Unit, part: Attention) -> float:
+def backward_flops(scope: Scope, part: Attention) -> float:
     weights = part.q, part.k, part.v, part.o
-    products = forward_products(unit, part.q)
-    products += sum(forward_products(unit, weight) + gradient_products(unit, weight) for weight in weights)
-    return 2.0 * (unit.rows * products + 6 * _scores(unit, part))
+    macs = forward_macs(scope, part.q)
+    macs += sum(forward_macs(scope, weight) + gradient_macs(scope, weight) for weight in weights)
+    return 2.0 * (scope.rows * macs + 6 * _score_macs(scope, part))
 
 
-def workspace_elements(unit: Unit, part: Attention) -> int:
-    """Queries, context, keys and values with their gradients, and three tiles of scores."""
-    queries, keys = out_width(unit, part.q), out_width(unit, part.k)
-    tile = max(unit.kernel.tile_elements, _LEAST_ROWS * queries // keys * (unit.first_row + unit.rows))
-    return 4 * unit.rows * (queries + keys) + 3 * tile
+def workspace_elements(scope: Scope, part: Attention) -> int:
+    """Elements of queries, context, keys and values with their gradients, and three tiles of scores."""
+    queries, keys = out_width(scope, part.q), out_width(scope, part.k)
+    tile = max(scope.kernel.tile_elements, _MIN_TILE_ROWS * queries // keys * (scope.first_row + scope.rows))
+    return 4 * scope.rows * (queries + keys) + 3 * tile
 
 
-def _scores(unit: Unit, part: Attention) -> int:
-    """Multiply-adds of q k^T; each of the other products of scores takes as many."""
-    queries = out_width(unit, part.q)
+def _score_macs(scope: Scope, part: Attention) -> int:
+    """Multiply-adds of q k^T, and of each other product involving scores."""
+    queries = out_width(scope, part.q)
     return queries * sum(
-        (band.rows.stop - band.rows.start) * (band.keys.stop - band.keys.start) for band in _bands(unit, part)
+        (band.rows.stop - band.rows.start) * (band.keys.stop - band.keys.start) for band in _bands(scope, part)
     )
 
 
 # ------------------------------------------------------------------------------------------------ tiles
 
 
-def _bands(unit: Unit, part: Attention) -> Iterator[_Band]:
-    most = unit.kernel.tile_elements
-    key_heads = out_width(unit, part.k) // part.head_dim
-    share = out_width(unit, part.q) // out_width(unit, part.k)
-    end = unit.first_row + unit.rows
-    height = min(_MOST_ROWS, max(_LEAST_ROWS, most // (share * end)))
-    for top in range(0, unit.rows, height):
-        bottom = min(top + height, unit.rows)
-        first_key = max(0, unit.first_row + top + 1 - (part.window or end))
-        keys = slice(first_key, unit.first_row + bottom)
-        at_once = max(1, most // (share * (bottom - top) * (keys.stop - first_key)))
-        groups = [slice(first, min(first + at_once, key_heads)) for first in range(0, key_heads, at_once)]
+def _bands(scope: Scope, part: Attention) -> Iterator[_Band]:
+    tile_elements = scope.kernel.tile_elements
+    key_heads = out_width(scope, part.k) // part.head_dim
+    group_size = out_width(scope, part.q) // out_width(scope, part.k)
+    end = scope.first_row + scope.rows
+    height = min(_MAX_TILE_ROWS, max(_MIN_TILE_ROWS, tile_elements // (group_size * end)))
+    for top in range(0, scope.rows, height):
+        bottom = min(top + height, scope.rows)
+        first_key = max(0, scope.first_row + top + 1 - (part.window or end))
+        keys = slice(first_key, scope.first_row + bottom)
+        heads_at_once = max(1, tile_elements // (group_size * (bottom - top) * (keys.stop - first_key)))
+        groups = [slice(first, min(first + heads_at_once, key_heads)) for first in range(0, key_heads, heads_at_once)]
         yield _Band(slice(top, bottom), keys, groups)
 
 
-def _hidden(unit: Unit, part: Attention, band: _Band) -> Array:
-    """rows x the last keys, all others being seen: what to add to their scores."""
-    kernel, clip = unit.kernel, unit.kernel.ops.clip
-    end = unit.first_row + unit.rows
+def _mask_bias(scope: Scope, part: Attention, band: _Band) -> Array:
+    """Return the bias to add to scores, rows x trailing keys; all earlier keys of the band are visible."""
+    kernel, clip = scope.kernel, scope.kernel.ops.clip
+    end = scope.first_row + scope.rows
     is_windowed = part.window is not None and part.window < end
-    first, last = unit.first_row + band.rows.start, unit.first_row + band.rows.stop
-    first_key = band.keys.start if is_windowed or unit.mask is not None else first
+    first, last = scope.first_row + band.rows.start, scope.first_row + band.rows.stop
+    first_key = band.keys.start if is_windowed or scope.mask is not None else first
     rows, keys = kernel.positions(first, last).reshape(-1, 1), kernel.positions(first_key, last).reshape(1, -1)
-    hidden = clip(keys - rows, 0, 1)
+    bias = clip(keys - rows, 0, 1)
     if is_windowed:
         assert part.window is not None
-        hidden += clip(rows - keys - (part.window - 1), 0, 1)
-    if unit.mask is not None:
-        hidden += 1 - unit.mask[:, first_key:last]
-    hidden *= _FAR
-    return hidden
+        bias += clip(rows - keys - (part.window - 1), 0, 1)
+    if scope.mask is not None:
+        bias += 1 - scope.mask[:, first_key:last]
+    bias *= _MASKED
+    return bias
 
 
-def _chances(unit: Unit, queries: Array, keys: Array, hidden: Array) -> Array:
-    """The softmax of scores: key heads x (heads of each, rows) x keys."""
-    ops = unit.kernel.ops
+def _probabilities(scope: Scope, queries: Array, keys: Array, bias: Array) -> Array:
+    """Return softmax(q k^T + bias): key heads x (query heads per key head, rows) x keys."""
+    ops = scope.kernel.ops
     scores = ops.matmul(queries, keys.swapaxes(1, 2))
-    rows, cols = hidden.shape
+    rows, cols = bias.shape
     width = scores.shape[2]
-    scores.reshape(scores.shape[0], -1, rows, width)[..., width - cols :] += hidden
-    scores -= ops.clip(ops.amax(scores, axis=2, keepdims=True), _FAR / 2, None)
+    scores.reshape(scores.shape[0], -1, rows, width)[..., width - cols :] += bias
+    scores -= ops.clip(ops.amax(scores, axis=2, keepdims=True), _MASKED / 2, None)
     ops.exp(scores, out=scores)
     scores /= ops.clip(scores.sum(axis=2, keepdims=True), 1e-30, None)
     return scores
 
 
-def _tile(array: Array, group: slice, band: _Band, share: int) -> Array:
-    """key heads x (heads of each, rows) x head_dim"""
-    heads = array[group.start * share : group.stop * share, band.rows]
+def _tile(array: Array, group: slice, band: _Band, group_size: int) -> Array:
+    """Cut a tile out of heads x rows x head_dim: key heads x (query heads per key head, rows) x head_dim."""
+    heads = array[group.start * group_size : group.stop * group_size, band.rows]
     return heads.reshape(group.stop - group.start, -1, array.shape[2])
 
 
-def _put(array: Array, group: slice, band: _Band, share: int, tile: Array) -> None:
-    heads, rows = (group.stop - group.start) * share, band.rows.stop - band.rows.start
-    array[group.start * share : group.stop * share, band.rows] = tile.reshape(heads, rows, array.shape[2])
+def _put_tile(array: Array, group: slice, band: _Band, group_size: int, tile: Array) -> None:
+    heads, rows = (group.stop - group.start) * group_size, band.rows.stop - band.rows.start
+    array[group.start * group_size : group.stop * group_size, band.rows] = tile.reshape(heads, rows, array.shape[2])
 
 
 # ------------------------------------------------------------------------------------------------ heads
 
 
-def _remember(unit: Unit, part: Attention, cache: Cache, normed: Array) -> None:
-    own = slice(unit.first_row, unit.first_row + unit.rows)
-    _by_head(part, cache.keys)[:, own] = _split(unit, part, apply(unit, part.k, normed), part.is_rotary)
-    _by_head(part, cache.values)[:, own] = _split(unit, part, apply(unit, part.v, normed), is_rotated=False)
+def _fill_cache(scope: Scope, part: Attention, cache: KVCache, normed: Array) -> None:
+    own = slice(scope.first_row, scope.first_row + scope.rows)
+    _by_head(part, cache.keys)[:, own] = _split_heads(scope, part, apply(scope, part.k, normed), part.is_rotary)
+    _by_head(part, cache.values)[:, own] = _split_heads(scope, part, apply(scope, part.v, normed), is_rotated=False)
 
 
-def _queries(unit: Unit, part: Attention, normed: Array) -> Array:
-    queries = _split(unit, part, apply(unit, part.q, normed), part.is_rotary)
+def _queries(scope: Scope, part: Attention, normed: Array) -> Array:
+    queries = _split_heads(scope, part, apply(scope, part.q, normed), part.is_rotary)
     queries *= part.scale
     return queries
 
@@ -228,40 +230,41 @@ def _by_head(part: Attention, stored: Array) -> Array:
     return stored.reshape(width // part.head_dim, rows, part.head_dim)
 
 
-def _split(unit: Unit, part: Attention, flat: Array, is_rotated: bool) -> Array:
-    """rows x width -> heads x rows x head_dim"""
+def _split_heads(scope: Scope, part: Attention, flat: Array, is_rotated: bool) -> Array:
+    """Turn rows x width into heads x rows x head_dim, rotated by position if asked."""
     rows, width = flat.shape
     heads = width // part.head_dim
-    parted = flat.reshape(rows, heads, part.head_dim).swapaxes(0, 1)
-    out = unit.kernel.allocate(heads * rows, part.head_dim).reshape(heads, rows, part.head_dim)
+    by_head = flat.reshape(rows, heads, part.head_dim).swapaxes(0, 1)
+    out = scope.kernel.allocate(heads * rows, part.head_dim).reshape(heads, rows, part.head_dim)
     if not is_rotated:
-        out[...] = parted
+        out[...] = by_head
         return out
     half = part.head_dim // 2
-    one, other = parted[..., :half], parted[..., half:]
-    cos_one, cos_other, sin_one, sin_other = _turns(unit, half)
-    out[..., :half] = one * cos_one - other * sin_one
-    out[..., half:] = other * cos_other + one * sin_other
+    first, second = by_head[..., :half], by_head[..., half:]
+    cos_first, cos_second, sin_first, sin_second = _cos_sin(scope, half)
+    out[..., :half] = first * cos_first - second * sin_first
+    out[..., half:] = second * cos_second + first * sin_second
     return out
 
 
-def _rotated_back(unit: Unit, part: Attention, gradient: Array) -> Array:
+def _unrotate(scope: Scope, part: Attention, gradient: Array) -> Array:
+    """Apply the transpose of the rotation."""
     half = part.head_dim // 2
-    one, other = gradient[..., :half], gradient[..., half:]
-    cos_one, cos_other, sin_one, sin_other = _turns(unit, half)
-    out = unit.kernel.ops.empty_like(gradient)
-    out[..., :half] = one * cos_one + other * sin_other
-    out[..., half:] = other * cos_other - one * sin_one
+    first, second = gradient[..., :half], gradient[..., half:]
+    cos_first, cos_second, sin_first, sin_second = _cos_sin(scope, half)
+    out = scope.kernel.ops.empty_like(gradient)
+    out[..., :half] = first * cos_first + second * sin_second
+    out[..., half:] = second * cos_second - first * sin_first
     return out
 
 
-def _turns(unit: Unit, half: int) -> tuple[Array, Array, Array, Array]:
-    """Cosines of both halves of a head, then sines."""
-    table = unit.rotary
+def _cos_sin(scope: Scope, half: int) -> tuple[Array, Array, Array, Array]:
+    """Cosines for the first and second half of a head, then sines."""
+    table = scope.rotary
     assert table is not None
     return table[:, :half], table[:, half : 2 * half], table[:, 2 * half : 3 * half], table[:, 3 * half :]
 
 
-def _merged(heads: Array) -> Array:
-    """heads x rows x head_dim -> rows x width"""
+def _merge_heads(heads: Array) -> Array:
+    """Turn heads x rows x head_dim into rows x width."""
     return heads.swapaxes(0, 1).reshape(heads.shape[1], -1)

@@ -1,7 +1,7 @@
-"""From a program and the store to what the numerics see; whatever does not fit is refused in one sentence.
+"""Bind a program to the operands in the store, and reject it with one sentence if they do not fit.
 
-Nothing behind this module checks a shape again: a program that passes reads and writes only within its operands. It
-knows neither when a task's turn comes nor how anything is computed.
+Nothing behind this module checks shapes again: a program that passes reads and writes only within its operands. It
+knows neither when a task is due nor how anything is computed.
 """
 
 from __future__ import annotations
@@ -10,26 +10,27 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from cleave.core.model.decoder import Attention, Head, Mlp, Norm, Part, Weight
 from cleave.device.programs.kernels import Array, Kernel
-from cleave.device.programs.linear import Unit
-from cleave.device.programs.segments import Segment
-from cleave.device.store import Operand, Store
+from cleave.device.programs.linear import Scope
+from cleave.device.programs.shards import DeviceShard
+from cleave.device.store import HeldOperand, OperandStore
 from cleave.errors import ProtocolError
-from cleave.protocol.programs import Attention, Backward, Forward, Head, Mlp, Norm, Part, Weight, operands, parameters
+from cleave.protocol.programs import Backward, Forward, operands, parameters
 
-_MOST_ROWS = 1 << 24  # positions are counted in fp32
-_MOST_WORDS = 1 << 31
-_MOST_SCALE = 1e9
+_MAX_ROWS = 1 << 24  # positions are fp32, exact up to here
+_MAX_VOCABULARY = 1 << 31
+_MAX_SCALE = 1e9
 
 Shape = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """A program whose operands are all there."""
+    """A program with all of its operands present."""
 
-    unit: Unit
-    segment: Segment
+    scope: Scope
+    shard: DeviceShard
     x: Array
     dy: Array
     hidden: int
@@ -37,13 +38,13 @@ class Bound:
 
 
 def check_program(program: Forward | Backward) -> None:
-    """What can be said before any operand is there."""
+    """Check everything that does not depend on operands. Raises ProtocolError."""
     parts = len(program.parts) + (program.head is not None)
     _require(parts > 0, "expected a program of at least one part, got none")
     _require(not program.is_slice or parts == 1, f"expected a slice of one part alone, got {parts} parts")
     _require(
-        0 <= program.first_row < program.sequence <= _MOST_ROWS and program.rotary_row >= 0,
-        f"expected rows within a sequence of at most {_MOST_ROWS}, got row {program.first_row} of {program.sequence} "
+        0 <= program.first_row < program.sequence <= _MAX_ROWS and program.rotary_row >= 0,
+        f"expected rows within a sequence of at most {_MAX_ROWS}, got row {program.first_row} of {program.sequence} "
         f"with rotary row {program.rotary_row}",
     )
     _require(
@@ -62,11 +63,11 @@ def check_program(program: Forward | Backward) -> None:
             and (part.window is None or part.window > 0),
             f"expected a head_dim and a window from 1 up, even if rotary, got {part.head_dim} and {part.window}",
         )
-        _check_number("scale", part.scale, -_MOST_SCALE)
+        _check_number("scale", part.scale, -_MAX_SCALE)
     for norm in _norms(program):
         _check_number("eps", norm.eps, 0.0)
     for weight in _weights(program):
-        _check_number("scale", weight.scale, -_MOST_SCALE)
+        _check_number("scale", weight.scale, -_MAX_SCALE)
     if isinstance(program, Backward):
         named, own = set(parameters(program)), [accumulator for _, accumulator in program.accumulators]
         _require(
@@ -75,10 +76,10 @@ def check_program(program: Forward | Backward) -> None:
         )
 
 
-def bind(program: Forward | Backward, store: Store, kernel: Kernel) -> Bound | None:
-    """None until all operands are whole; accumulators are made if they are not there."""
-    held: dict[int, Operand] = {}
-    for number in operands(program):  # the rarest first, as the search ends with the first that is missing
+def bind(program: Forward | Backward, store: OperandStore, kernel: Kernel) -> Bound | None:
+    """Bind the program once every operand is complete, None before; creates missing accumulators."""
+    held: dict[int, HeldOperand] = {}
+    for number in operands(program):  # the search ends at the first missing one; weights, which rarely are, come last
         operand = store.get(number)
         if operand is None or not operand.is_whole:
             return None
@@ -90,7 +91,7 @@ def bind(program: Forward | Backward, store: Store, kernel: Kernel) -> Bound | N
     rows, hidden = shapes[program.x]
     accumulators = program.accumulators if isinstance(program, Backward) else ()
     return Bound(
-        unit=Unit(
+        scope=Scope(
             kernel=kernel,
             values=values,
             gradients={operand: store.accumulator(number, *shapes[operand]).array for operand, number in accumulators},
@@ -100,7 +101,7 @@ def bind(program: Forward | Backward, store: Store, kernel: Kernel) -> Bound | N
             rotary=None if program.rotary is None else values[program.rotary][program.rotary_row :][:rows],
             targets=None if program.targets is None else values[program.targets],
         ),
-        segment=Segment(parts=program.parts, head=program.head, is_slice=program.is_slice),
+        shard=DeviceShard(parts=program.parts, head=program.head, is_slice=program.is_slice),
         x=values[program.x],
         dy=values[program.dy] if isinstance(program, Backward) else None,
         hidden=hidden,
@@ -108,7 +109,7 @@ def bind(program: Forward | Backward, store: Store, kernel: Kernel) -> Bound | N
     )
 
 
-# ------------------------------------------------------------------------------------------------ which operands
+# ------------------------------------------------------------------------------------------------ parts of a program
 
 
 def _norms(program: Forward | Backward) -> Iterator[Norm]:
@@ -131,7 +132,7 @@ def _weights(program: Forward | Backward) -> Iterator[Weight]:
         yield program.head.weight
 
 
-# ------------------------------------------------------------------------------------------------ whether they fit
+# ------------------------------------------------------------------------------------------------ shapes
 
 
 def _check_shapes(program: Forward | Backward, shapes: dict[int, Shape]) -> None:
@@ -191,8 +192,8 @@ def _check_part(part: Part, shapes: dict[int, Shape], hidden: int) -> None:
 def _check_head(head: Head, shapes: dict[int, Shape], hidden: int) -> None:
     width, words = _widths(shapes, head.weight)
     _require(
-        width == hidden and 0 <= head.first <= _MOST_WORDS - words,
-        f"expected a vocabulary of {hidden} columns within {_MOST_WORDS} words, got {words} x {width} from word "
+        width == hidden and 0 <= head.first <= _MAX_VOCABULARY - words,
+        f"expected a vocabulary of {hidden} columns within {_MAX_VOCABULARY} words, got {words} x {width} from word "
         f"{head.first} on",
     )
 
@@ -208,25 +209,25 @@ def _check_weight(shapes: dict[int, Shape], weight: Weight) -> None:
 
 
 def _widths(shapes: dict[int, Shape], weight: Weight) -> Shape:
-    """In and out."""
+    """Input and output width."""
     rows, cols = shapes[weight.weight]
     return (rows, cols) if weight.is_transposed else (cols, rows)
 
 
-def _check_shape(what: str, found: Shape, expected: Shape) -> None:
+def _check_shape(label: str, found: Shape, expected: Shape) -> None:
     _require(
         found == expected,
-        f"expected {what} of {expected[0]} x {expected[1]}, got {found[0]} x {found[1]}; send another",
+        f"expected {label} of {expected[0]} x {expected[1]}, got {found[0]} x {found[1]}; send another",
     )
 
 
-def _check_number(what: str, number: float, least: float) -> None:
+def _check_number(label: str, number: float, minimum: float) -> None:
     _require(
-        math.isfinite(number) and least <= number <= _MOST_SCALE,
-        f"expected a {what} from {least:g} to {_MOST_SCALE:g}, got {number}",
+        math.isfinite(number) and minimum <= number <= _MAX_SCALE,
+        f"expected a {label} from {minimum:g} to {_MAX_SCALE:g}, got {number}",
     )
 
 
-def _require(holds: bool, sentence: str) -> None:
+def _require(holds: bool, message: str) -> None:
     if not holds:
-        raise ProtocolError(sentence)
+        raise ProtocolError(message)

@@ -1,7 +1,7 @@
-"""What multiplies: numpy everywhere, torch on a GPU (or on request). Operands are opaque to all but their kernel.
+"""Array backends of a device: numpy everywhere, torch on a GPU or on request.
 
-Parts of a model are written once for both, with operators, methods and the functions of `ops` under the names that
-numpy and torch share; a kernel adds the few things they do differently.
+Programs are written once for both, with operators, methods and functions of `ops` whose names numpy and torch share; a
+kernel adds the few operations that differ. Arrays are opaque to everything else.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.core.cost.gemm import WireFormat
+from cleave.core.cost.wire import WireFormat
 from cleave.errors import InputError
 from cleave.protocol.frames import Buffer
 from cleave.protocol.numbers import NumpyCodec
@@ -23,17 +23,17 @@ from cleave.protocol.programs import Layout
 
 KernelChoice = Literal["auto", "numpy", "torch"]
 Array = Any
-"""A kernel's own kind of matrix; all of them can be sliced by rows and columns."""
-_LARGE_BYTES = 4 << 20
-_ADDED_ELEMENTS = 1 << 17
-"""Of a product that is added to another matrix: what stays in a cache until it is added."""
-_ADDED_ROWS = 64
-_ERF_MOST = 4.0  # beyond it erf is 1 in fp32
-_ERF_TOP = (
+"""A kernel's own matrix type; every one can be sliced by rows and columns."""
+_MMAP_BYTES = 4 << 20
+_BAND_ELEMENTS = 1 << 17
+"""Elements of a product computed at once before adding it to a matrix: they should stay in cache."""
+_MIN_BAND_ROWS = 64
+_ERF_CLIP = 4.0  # beyond this erf is ±1 in fp32
+_ERF_NUMERATOR = (
     -2.72614225801306e-10, 2.77068142495902e-08, -2.10102402082508e-06, -5.69250639462346e-05, -7.34990630326855e-04,
     -2.95459980854025e-03, -1.60960333262415e-02,
 )  # fmt: skip
-_ERF_BOTTOM = (
+_ERF_DENOMINATOR = (
     -1.45660718464996e-05, -2.13374055278905e-04, -1.68282697438203e-03, -7.37332916720468e-03, -1.42647390514189e-02,
 )  # fmt: skip
 
@@ -41,34 +41,34 @@ _ERF_BOTTOM = (
 class Kernel(Protocol):
     name: str
     ops: Any
-    """numpy, or torch: exp, matmul, clip and others that both have."""
+    """The numpy or torch module, for functions that both have: exp, matmul, clip, ..."""
     tile_elements: int
-    """Entries of a matrix that is made, used and forgotten, such as scores of attention."""
+    """Preferred elements of a temporary, such as a tile of attention scores."""
 
     def allocate(self, rows: int, cols: int) -> Array: ...
 
     def zeros(self, rows: int, cols: int) -> Array: ...
 
     def write(self, strip: Array, data: Buffer, format: WireFormat) -> None:
-        """Decode rows that arrived into a slice of an operand."""
+        """Decode received rows into a slice of an operand."""
         ...
 
     def multiply(self, layout: Layout, pairs: list[tuple[Array, Array]]) -> Array:
-        """The sum of op(a) op(b) over pairs."""
+        """Return the sum of op(a) op(b) over pairs; `layout` says which operand is transposed."""
         ...
 
     def encode(self, result: Array, format: WireFormat) -> NDArray[np.uint8]: ...
 
     def add_product(self, total: Array, a: Array, b: Array) -> None:
-        """total += a b"""
+        """Compute total += a b."""
         ...
 
     def positions(self, first: int, last: int) -> Array:
-        """first, first + 1, ... before last, as fp32."""
+        """Return first, first + 1, ..., last - 1 as fp32."""
         ...
 
     def integers(self, array: Array) -> Array:
-        """What can be an index."""
+        """Convert to the integer type used for indexing."""
         ...
 
     def erf(self, array: Array) -> Array: ...
@@ -83,19 +83,19 @@ class NumpyKernel:
         self._codec = NumpyCodec()
 
     def allocate(self, rows: int, cols: int) -> Array:
-        """Large ones from the system, to which they return: a heap with holes would grow beyond the memory offered."""
+        """Map large arrays directly, so that freed memory returns to the system; a fragmented heap would only grow."""
         size = rows * cols * np.dtype(np.float32).itemsize
-        if size < _LARGE_BYTES:
+        if size < _MMAP_BYTES:
             return np.empty((rows, cols), dtype=np.float32)
         try:
-            pages = _pages(size)
+            pages = _map_pages(size)
         except OSError as fault:
             raise MemoryError(f"no room for {rows} x {cols}: {fault.strerror}") from None
         return np.frombuffer(pages, dtype=np.float32).reshape(rows, cols)
 
     def zeros(self, rows: int, cols: int) -> Array:
-        """The system's own pages are zero, and are not touched until they are used."""
-        if rows * cols * np.dtype(np.float32).itemsize < _LARGE_BYTES:
+        """Large arrays are fresh pages: zero already, and untouched until used."""
+        if rows * cols * np.dtype(np.float32).itemsize < _MMAP_BYTES:
             return np.zeros((rows, cols), dtype=np.float32)
         return self.allocate(rows, cols)
 
@@ -114,7 +114,7 @@ class NumpyKernel:
         return self._codec.encode(result, format)
 
     def add_product(self, total: Array, a: Array, b: Array) -> None:
-        height = max(_ADDED_ROWS, _ADDED_ELEMENTS // total.shape[1])
+        height = max(_MIN_BAND_ROWS, _BAND_ELEMENTS // total.shape[1])
         for top in range(0, total.shape[0], height):
             total[top : top + height] += self.ops.matmul(a[top : top + height], b)
 
@@ -125,11 +125,11 @@ class NumpyKernel:
         return array.astype(np.int64)
 
     def erf(self, array: Array) -> Array:
-        """x P(x^2) / Q(x^2), as numpy has none; right to 4e-7."""
-        x = np.clip(array, -_ERF_MOST, _ERF_MOST)
+        """Approximate erf, which numpy lacks, as x P(x^2) / Q(x^2); error below 4e-7."""
+        x = np.clip(array, -_ERF_CLIP, _ERF_CLIP)
         square = x * x
-        x *= _polynomial(_ERF_TOP, square)
-        x /= _polynomial(_ERF_BOTTOM, square)
+        x *= _polynomial(_ERF_NUMERATOR, square)
+        x /= _polynomial(_ERF_DENOMINATOR, square)
         return x
 
 
@@ -158,7 +158,7 @@ class TorchKernel:
 
     def multiply(self, layout: Layout, pairs: list[tuple[Array, Array]]) -> Array:
         total = None
-        with self._torch.no_grad():  # not inference_mode: a sum over strips adds to its result later
+        with self._torch.no_grad():  # not inference_mode: a sum over strips updates its result later
             for a, b in pairs:
                 left, right = _oriented(layout, a, b)
                 total = left @ right if total is None else total.addmm_(left, right)
@@ -181,7 +181,7 @@ class TorchKernel:
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
-    """The highest power first."""
+    """Evaluate by Horner's rule, highest power first."""
     total = np.full_like(x, coefficients[0])
     for coefficient in coefficients[1:]:
         total *= x
@@ -189,8 +189,8 @@ def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:
     return total
 
 
-def _pages(size: int) -> mmap.mmap:
-    """Private and huge ones where there are such, as each page costs a fault."""
+def _map_pages(size: int) -> mmap.mmap:
+    """Map private, huge pages where available, as every page costs a fault."""
     if not hasattr(mmap, "MAP_PRIVATE"):
         return mmap.mmap(-1, size)
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -210,7 +210,7 @@ def _oriented(layout: Layout, a: Array, b: Array) -> tuple[Array, Array]:
 
 
 def choose_kernel(choice: KernelChoice, threads: int | None) -> Kernel:
-    """`auto`: torch where it finds a GPU, else numpy, which is as fast on a CPU and takes far less memory."""
+    """Choose a backend. `auto` is torch if it finds a GPU, else numpy: as fast on a CPU, with far less memory."""
     if choice == "numpy" or (choice == "auto" and not _may_have_gpu()):
         return NumpyKernel()
     if find_spec("torch") is None:
@@ -227,5 +227,5 @@ def choose_kernel(choice: KernelChoice, threads: int | None) -> Kernel:
 
 
 def _may_have_gpu() -> bool:
-    """Without importing torch, which takes seconds and hundreds of megabytes."""
+    """Guess without importing torch, which takes seconds and hundreds of megabytes."""
     return Path("/dev/nvidia0").exists() or (platform.system() == "Darwin" and platform.machine() == "arm64")

@@ -1,7 +1,7 @@
-"""Linear maps and norms of rows, and what goes back through them: what every part of a model is made of.
+"""Linear maps and norms, forward and backward: the building blocks of every sublayer.
 
-`Unit` is what the numerics see of a task: its kernel, arrays by operand number, and where gradients are added up. Only
-gradients that have an accumulator are computed. It knows no store and no wire; arrays are the kernel's own.
+`Scope` is all that the numerics see of a task: kernel, arrays by operand number, gradient accumulators. Only gradients
+with an accumulator are computed. Knows no store and no wire.
 """
 
 from __future__ import annotations
@@ -10,63 +10,63 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from cleave.core.model.decoder import Norm, Weight
 from cleave.device.programs.kernels import Array, Kernel
-from cleave.protocol.programs import Norm, Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unit:
-    """Some rows of one sequence."""
+class Scope:
+    """Some rows of one sequence, and the arrays they meet."""
 
     kernel: Kernel
     values: Mapping[int, Array]
-    """operand -> its numbers"""
+    """Operands by number."""
     gradients: Mapping[int, Array]
-    """operand -> where its gradient is added up, if it is wanted"""
+    """Gradient accumulators, by the number of the operand they belong to."""
     rows: int
     first_row: int = 0
     mask: Array | None = None
     rotary: Array | None = None
-    """Of these rows alone: rows x 2 head_dim."""
+    """rows x 2 head_dim, for these rows only."""
     targets: Array | None = None
 
 
-def out_width(unit: Unit, weight: Weight) -> int:
-    return unit.values[weight.weight].shape[1 if weight.is_transposed else 0]
+def out_width(scope: Scope, weight: Weight) -> int:
+    return scope.values[weight.weight].shape[1 if weight.is_transposed else 0]
 
 
-def in_width(unit: Unit, weight: Weight) -> int:
-    return unit.values[weight.weight].shape[0 if weight.is_transposed else 1]
+def in_width(scope: Scope, weight: Weight) -> int:
+    return scope.values[weight.weight].shape[0 if weight.is_transposed else 1]
 
 
 # ------------------------------------------------------------------------------------------------ linear maps
 
 
-def apply(unit: Unit, weight: Weight, x: Array) -> Array:
-    stored = unit.values[weight.weight]
-    y = unit.kernel.ops.matmul(x, stored if weight.is_transposed else stored.T)
+def apply(scope: Scope, weight: Weight, x: Array) -> Array:
+    stored = scope.values[weight.weight]
+    y = scope.kernel.ops.matmul(x, stored if weight.is_transposed else stored.T)
     if weight.bias is not None:
-        y += unit.values[weight.bias]
+        y += scope.values[weight.bias]
     if weight.adapter is not None:
-        unit.kernel.add_product(y, _reduced(unit, weight, x), unit.values[weight.adapter[1]].T)
+        scope.kernel.add_product(y, _project(scope, weight, x), scope.values[weight.adapter[1]].T)
     return y
 
 
-def input_gradient(unit: Unit, weight: Weight, dy: Array, into: Array = None) -> Array:
-    """dx, added to `into` if there is one."""
-    kernel, stored = unit.kernel, unit.values[weight.weight]
+def input_gradient(scope: Scope, weight: Weight, dy: Array, into: Array = None) -> Array:
+    """Return dx, added to `into` if given."""
+    kernel, stored = scope.kernel, scope.values[weight.weight]
     matrix = stored.T if weight.is_transposed else stored
     if into is None:
         into = kernel.ops.matmul(dy, matrix)
     else:
         kernel.add_product(into, dy, matrix)
     if weight.adapter is not None:
-        kernel.add_product(into, _reduced_gradient(unit, weight, dy), unit.values[weight.adapter[0]])
+        kernel.add_product(into, _project_gradient(scope, weight, dy), scope.values[weight.adapter[0]])
     return into
 
 
-def add_gradients(unit: Unit, weight: Weight, x: Array, dy: Array) -> None:
-    kernel, gradients = unit.kernel, unit.gradients
+def add_gradients(scope: Scope, weight: Weight, x: Array, dy: Array) -> None:
+    kernel, gradients = scope.kernel, scope.gradients
     if (total := gradients.get(weight.weight)) is not None:
         kernel.add_product(total, *((x.T, dy) if weight.is_transposed else (dy.T, x)))
     if weight.bias is not None and (total := gradients.get(weight.bias)) is not None:
@@ -74,43 +74,43 @@ def add_gradients(unit: Unit, weight: Weight, x: Array, dy: Array) -> None:
     if weight.adapter is not None:
         a, b = weight.adapter
         if (total := gradients.get(a)) is not None:
-            kernel.add_product(total, _reduced_gradient(unit, weight, dy).T, x)
+            kernel.add_product(total, _project_gradient(scope, weight, dy).T, x)
         if (total := gradients.get(b)) is not None:
-            kernel.add_product(total, dy.T, _reduced(unit, weight, x))
+            kernel.add_product(total, dy.T, _project(scope, weight, x))
 
 
-def forward_products(unit: Unit, weight: Weight) -> int:
-    """Multiply-adds of a row; those of its input gradient are as many."""
-    return out_width(unit, weight) * in_width(unit, weight) + (sum(_adapter_products(unit, weight)))
+def forward_macs(scope: Scope, weight: Weight) -> int:
+    """Multiply-adds per row; the input gradient takes as many."""
+    return out_width(scope, weight) * in_width(scope, weight) + (sum(_adapter_macs(scope, weight)))
 
 
-def gradient_products(unit: Unit, weight: Weight) -> int:
-    """Multiply-adds of a row for the gradients that are wanted."""
-    total = out_width(unit, weight) * in_width(unit, weight) if weight.weight in unit.gradients else 0
-    trained = sum(operand in unit.gradients for operand in weight.adapter or ())
-    return total + trained * sum(_adapter_products(unit, weight))
+def gradient_macs(scope: Scope, weight: Weight) -> int:
+    """Multiply-adds per row for the weight gradients that have an accumulator."""
+    total = out_width(scope, weight) * in_width(scope, weight) if weight.weight in scope.gradients else 0
+    trained = sum(operand in scope.gradients for operand in weight.adapter or ())
+    return total + trained * sum(_adapter_macs(scope, weight))
 
 
-def _reduced(unit: Unit, weight: Weight, x: Array) -> Array:
-    """rows x rank, scaled"""
+def _project(scope: Scope, weight: Weight, x: Array) -> Array:
+    """Project rows to the adapter's rank, scaled."""
     assert weight.adapter is not None
-    reduced = unit.kernel.ops.matmul(x, unit.values[weight.adapter[0]].T)
-    reduced *= weight.scale
-    return reduced
+    projected = scope.kernel.ops.matmul(x, scope.values[weight.adapter[0]].T)
+    projected *= weight.scale
+    return projected
 
 
-def _reduced_gradient(unit: Unit, weight: Weight, dy: Array) -> Array:
+def _project_gradient(scope: Scope, weight: Weight, dy: Array) -> Array:
     assert weight.adapter is not None
-    reduced = unit.kernel.ops.matmul(dy, unit.values[weight.adapter[1]])
-    reduced *= weight.scale
-    return reduced
+    projected = scope.kernel.ops.matmul(dy, scope.values[weight.adapter[1]])
+    projected *= weight.scale
+    return projected
 
 
-def _adapter_products(unit: Unit, weight: Weight) -> tuple[int, int]:
+def _adapter_macs(scope: Scope, weight: Weight) -> tuple[int, int]:
     if weight.adapter is None:
         return 0, 0
-    rank, width = unit.values[weight.adapter[0]].shape
-    return rank * width, rank * out_width(unit, weight)
+    rank, width = scope.values[weight.adapter[0]].shape
+    return rank * width, rank * out_width(scope, weight)
 
 
 # ------------------------------------------------------------------------------------------------ norms
@@ -120,27 +120,27 @@ class Normalized(NamedTuple):
     y: Array
     unscaled: Array
     inverse: Array
-    """rows x 1: one over the deviation"""
+    """rows x 1: reciprocal of the standard deviation (layer norm) or root mean square."""
 
 
-def normalize(unit: Unit, norm: Norm, x: Array) -> Normalized:
+def normalize(scope: Scope, norm: Norm, x: Array) -> Normalized:
     if norm.kind == "layer":
         x = x - x.mean(axis=1, keepdims=True)
-    inverse = 1.0 / unit.kernel.ops.sqrt((x * x).mean(axis=1, keepdims=True) + norm.eps)
+    inverse = 1.0 / scope.kernel.ops.sqrt((x * x).mean(axis=1, keepdims=True) + norm.eps)
     unscaled = x * inverse
-    y = unscaled * unit.values[norm.weight]
+    y = unscaled * scope.values[norm.weight]
     if norm.bias is not None:
-        y += unit.values[norm.bias]
+        y += scope.values[norm.bias]
     return Normalized(y, unscaled, inverse)
 
 
-def normalize_back(unit: Unit, norm: Norm, forward: Normalized, dy: Array) -> Array:
-    """dx; the gradients of weight and bias are added up."""
-    if (total := unit.gradients.get(norm.weight)) is not None:
+def normalize_back(scope: Scope, norm: Norm, forward: Normalized, dy: Array) -> Array:
+    """Return dx; add the gradients of weight and bias to their accumulators."""
+    if (total := scope.gradients.get(norm.weight)) is not None:
         total += (dy * forward.unscaled).sum(axis=0, keepdims=True)
-    if norm.bias is not None and (total := unit.gradients.get(norm.bias)) is not None:
+    if norm.bias is not None and (total := scope.gradients.get(norm.bias)) is not None:
         total += dy.sum(axis=0, keepdims=True)
-    dx = dy * unit.values[norm.weight]
+    dx = dy * scope.values[norm.weight]
     dx -= forward.unscaled * (dx * forward.unscaled).mean(axis=1, keepdims=True)
     if norm.kind == "layer":
         dx -= dx.mean(axis=1, keepdims=True)

@@ -1,79 +1,79 @@
-"""The MLP of a layer, gated or not, forward and backward. Every activation is x s(x), with s between 0 and 1."""
+"""The MLP of a layer, gated or not, forward and backward. Every activation has the form x s(x) with 0 <= s <= 1."""
 
 from __future__ import annotations
 
 import math
 
+from cleave.core.model.decoder import Activation, Mlp, Weight
 from cleave.device.programs.kernels import Array, Kernel
 from cleave.device.programs.linear import (
-    Unit,
+    Scope,
     add_gradients,
     apply,
-    forward_products,
-    gradient_products,
+    forward_macs,
+    gradient_macs,
     in_width,
     input_gradient,
     normalize,
     normalize_back,
 )
-from cleave.protocol.programs import Activation, Mlp, Weight
 
 _TANH_SCALE, _TANH_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715  # gelu_tanh is x sigmoid(scale (x + cube x^3))
 
 
-def forward(unit: Unit, part: Mlp, x: Array) -> Array:
-    """f(norm(x))"""
-    normed = normalize(unit, part.norm, x).y
-    inner = apply(unit, part.up if part.gate is None else part.gate, normed)
-    inner *= _share(unit.kernel, part.activation, inner)
+def forward(scope: Scope, part: Mlp, x: Array) -> Array:
+    """Compute f(norm(x))."""
+    normed = normalize(scope, part.norm, x).y
+    inner = apply(scope, part.up if part.gate is None else part.gate, normed)
+    inner *= _gain(scope.kernel, part.activation, inner)
     if part.gate is not None:
-        inner *= apply(unit, part.up, normed)
-    return apply(unit, part.down, inner)
+        inner *= apply(scope, part.up, normed)
+    return apply(scope, part.down, inner)
 
 
-def backward(unit: Unit, part: Mlp, x: Array, dy: Array) -> Array:
-    """dx of f(norm(x)); what is inside is made again."""
-    normed = normalize(unit, part.norm, x)
-    acted = part.up if part.gate is None else part.gate
-    inner = apply(unit, acted, normed.y)
-    share = _share(unit.kernel, part.activation, inner)
-    slope = _slope(unit.kernel, part.activation, inner, share)
-    inner *= share
-    d_inner = input_gradient(unit, part.down, dy)
+def backward(scope: Scope, part: Mlp, x: Array, dy: Array) -> Array:
+    """Return dx of f(norm(x)), recomputing the inner activations."""
+    normed = normalize(scope, part.norm, x)
+    gating = part.up if part.gate is None else part.gate
+    inner = apply(scope, gating, normed.y)
+    gain = _gain(scope.kernel, part.activation, inner)
+    slope = _derivative(scope.kernel, part.activation, inner, gain)
+    inner *= gain
+    d_inner = input_gradient(scope, part.down, dy)
     slope *= d_inner
     d_normed = None
     if part.gate is not None:
-        up = apply(unit, part.up, normed.y)
+        up = apply(scope, part.up, normed.y)
         d_inner *= inner
         slope *= up
         inner *= up
-        add_gradients(unit, part.up, normed.y, d_inner)
-        d_normed = input_gradient(unit, part.up, d_inner)
-    add_gradients(unit, part.down, inner, dy)
-    add_gradients(unit, acted, normed.y, slope)
-    return normalize_back(unit, part.norm, normed, input_gradient(unit, acted, slope, d_normed))
+        add_gradients(scope, part.up, normed.y, d_inner)
+        d_normed = input_gradient(scope, part.up, d_inner)
+    add_gradients(scope, part.down, inner, dy)
+    add_gradients(scope, gating, normed.y, slope)
+    return normalize_back(scope, part.norm, normed, input_gradient(scope, gating, slope, d_normed))
 
 
-def forward_flops(unit: Unit, part: Mlp) -> float:
-    return 2.0 * unit.rows * sum(forward_products(unit, weight) for weight in _weights(part))
+def forward_flops(scope: Scope, part: Mlp) -> float:
+    return 2.0 * scope.rows * sum(forward_macs(scope, weight) for weight in _weights(part))
 
 
-def backward_flops(unit: Unit, part: Mlp) -> float:
-    """Back through all, and all but the last made again."""
-    products = sum(2 * forward_products(unit, weight) + gradient_products(unit, weight) for weight in _weights(part))
-    return 2.0 * unit.rows * (products - forward_products(unit, part.down))
+def backward_flops(scope: Scope, part: Mlp) -> float:
+    """FLOPs of both gradients, plus recomputing everything before `down`."""
+    macs = sum(2 * forward_macs(scope, weight) + gradient_macs(scope, weight) for weight in _weights(part))
+    return 2.0 * scope.rows * (macs - forward_macs(scope, part.down))
 
 
-def workspace_elements(unit: Unit, part: Mlp) -> int:
-    return 6 * unit.rows * in_width(unit, part.down)
+def workspace_elements(scope: Scope, part: Mlp) -> int:
+    return 6 * scope.rows * in_width(scope, part.down)
 
 
 def _weights(part: Mlp) -> tuple[Weight, ...]:
     return (part.up, part.down) if part.gate is None else (part.gate, part.up, part.down)
 
 
-def _share(kernel: Kernel, activation: Activation, x: Array) -> Array:
-    """s(x)"""
+def _gain(kernel: Kernel, activation: Activation, x: Array) -> Array:
+    """Return s(x)."""
     match activation:
         case "silu":
             return _sigmoid(kernel, x)
@@ -85,28 +85,28 @@ def _share(kernel: Kernel, activation: Activation, x: Array) -> Array:
             inner *= _TANH_SCALE
             return _sigmoid(kernel, inner)
         case "gelu":
-            share = kernel.erf(x * math.sqrt(0.5))
-            share += 1
-            share *= 0.5
-            return share
+            gain = kernel.erf(x * math.sqrt(0.5))
+            gain += 1
+            gain *= 0.5
+            return gain
         case "relu":
             return kernel.ops.clip(kernel.ops.sign(x), 0, 1)
 
 
-def _slope(kernel: Kernel, activation: Activation, x: Array, share: Array) -> Array:
-    """The derivative of x s(x), which is s + x s'."""
+def _derivative(kernel: Kernel, activation: Activation, x: Array, gain: Array) -> Array:
+    """Return the derivative of x s(x): s + x s'."""
     match activation:
         case "silu":
-            slope = x * share
-            slope *= 1 - share
+            slope = x * gain
+            slope *= 1 - gain
         case "gelu_tanh":
             slope = x * x
             slope *= 3 * _TANH_CUBE
             slope += 1
             slope *= x
             slope *= _TANH_SCALE
-            slope *= share
-            slope *= 1 - share
+            slope *= gain
+            slope *= 1 - gain
         case "gelu":
             slope = x * x
             slope *= -0.5
@@ -114,8 +114,8 @@ def _slope(kernel: Kernel, activation: Activation, x: Array, share: Array) -> Ar
             slope *= x
             slope *= 1 / math.sqrt(2 * math.pi)
         case "relu":
-            return share * 1
-    slope += share
+            return gain * 1
+    slope += gain
     return slope
 
 

@@ -1,8 +1,8 @@
-"""Tasks over weights that stay on the device: rows of a sequence forward or backward, and gradients read at the end.
+"""Tasks over resident weights: rows of a sequence forward or backward, and gradients read at the end.
 
-A task waits until its operands are whole and its sequence stands at its rows; then it is computed at once and returned
-in bands of rows. Whatever has no attention needs no state and waits for none. Why rows come in which order is the
-server's affair, and sending is the worker's.
+A task waits until its operands are complete and its sequence has reached its rows; it is then computed in one go and
+returned in bands of rows. Shards without attention keep no state and wait for none. The server decides the order of
+rows; the worker sends results.
 """
 
 from __future__ import annotations
@@ -11,88 +11,89 @@ from typing import Protocol
 
 import numpy as np
 
+from cleave.core.model.decoder import Attention
 from cleave.core.schedule.rectangles import Rectangle
-from cleave.device.programs import segments
+from cleave.device.programs import shards
 from cleave.device.programs.binding import Bound, bind, check_program
 from cleave.device.programs.gemm import Chunk, GemmTask, bands
 from cleave.device.programs.kernels import Array, Kernel
-from cleave.device.store import State, Store
+from cleave.device.store import OperandStore, State
 from cleave.errors import ProtocolError
-from cleave.protocol.programs import Attention, Backward, Collect, Forward, Gemm, Hold, Program
+from cleave.protocol.programs import Backward, Collect, Forward, Gemm, Hold, Program
 
-_NOBODY_WANTS = 1, 1
-"""The shape of a result that only says that it is done."""
+_EMPTY_RESULT_SHAPE = 1, 1
+"""Shape of a result that only signals completion."""
 _FAILED = -1
 
 
-class Task(Protocol):
-    """`next_chunk` until `finished`; a chunk must have run before the next is asked for."""
+class DeviceTask(Protocol):
+    """A task in progress. Call `next_chunk` until `finished`, and run each chunk before asking for the next."""
 
     @property
     def finished(self) -> bool: ...
 
     @property
     def only_returns(self) -> bool:
-        """All is computed; further chunks are copies of the result until they are sent."""
+        """Whether everything is computed: further chunks only copy parts of the result, to be sent."""
         ...
 
     @property
     def room_bytes(self) -> int:
-        """What its result, and what is made on the way, take beside operands, as far as is known."""
+        """Bytes of result and temporaries beyond operands, as far as known yet."""
         ...
 
     def next_chunk(self) -> Chunk | None:
-        """None: nothing to do for now."""
+        """Return the next chunk; None if nothing is ready."""
         ...
 
 
-def make_task(program: Program, store: Store, kernel: Kernel) -> Task:
+def make_task(program: Program, store: OperandStore, kernel: Kernel) -> DeviceTask:
     match program:
         case Gemm():
             return GemmTask(program, store, kernel)
         case Forward() | Backward():
-            return SegmentTask(program, store, kernel)
+            return ShardTask(program, store, kernel)
         case Collect():
             return CollectTask(program, store)
         case Hold():
             return HoldTask(program, store, kernel)
 
 
-class SegmentTask:
-    """Some rows of a sequence through a segment."""
+class ShardTask:
+    """Some rows of a sequence through a shard, forward or backward."""
 
-    def __init__(self, program: Forward | Backward, store: Store, kernel: Kernel) -> None:
+    def __init__(self, program: Forward | Backward, store: OperandStore, kernel: Kernel) -> None:
         check_program(program)
         self._program, self._store, self._kernel = program, store, kernel
         self._has_state = any(isinstance(part, Attention) for part in program.parts)
         self._is_checked = self._has_begun = False
         self._result: Array = None
-        self._todo: list[Rectangle] = []
+        self._pending: list[Rectangle] = []
         self.room_bytes = 0
 
     @property
     def finished(self) -> bool:
-        return self._has_begun and not self._todo
+        return self._has_begun and not self._pending
 
     @property
     def only_returns(self) -> bool:
-        return self._has_begun and bool(self._todo)
+        return self._has_begun and bool(self._pending)
 
     def next_chunk(self) -> Chunk | None:
         if self._has_begun:
-            return self._next_band() if self._todo else None
-        if self._is_checked and not self._is_due():
-            return None  # the operands of a long run are many, and it is asked after every chunk of others
+            return self._next_band() if self._pending else None
+        if self._is_checked and not self._is_in_order():
+            return None  # binding many operands is slow, and this is polled after every chunk
         bound = bind(self._program, self._store, self._kernel)
         if bound is None:
             return None
         self._is_checked = True
-        if not self._is_due():
+        if not self._is_in_order():
             return None
-        return self._first_band(bound, self._state(bound))
+        return self._begin(bound, self._state(bound))
 
-    def _is_due(self) -> bool:
-        """Whether the sequence stands at these rows."""
+    def _is_in_order(self) -> bool:
+        """Whether the sequence has reached these rows."""
         if not self._has_state:
             return True
         program, state = self._program, self._store.state(self._program.state)
@@ -117,24 +118,24 @@ class SegmentTask:
             )
         return state
 
-    def _first_band(self, bound: Bound, state: State | None) -> Chunk:
-        program, unit, segment = self._program, bound.unit, bound.segment
+    def _begin(self, bound: Bound, state: State | None) -> Chunk:
+        program, scope, shard = self._program, bound.scope, bound.shard
         match program:
             case Forward(is_silent=True):
-                flops = segments.rebuild_flops(unit, segment)
+                flops = shards.rebuild_flops(scope, shard)
             case Forward():
-                flops = segments.forward_flops(unit, segment)
+                flops = shards.forward_flops(scope, shard)
             case Backward():
-                flops = segments.backward_flops(unit, segment)
-        rows, cols = _shape(program, bound)
-        self.room_bytes = 4 * rows * cols + segments.workspace_bytes(unit, segment, bound.hidden)
-        self._todo, self._has_begun = bands(rows, cols), True
-        first = self._todo.pop(0)
+                flops = shards.backward_flops(scope, shard)
+        rows, cols = _result_shape(program, bound)
+        self.room_bytes = 4 * rows * cols + shards.workspace_bytes(scope, shard, bound.hidden)
+        self._pending, self._has_begun = bands(rows, cols), True
+        first = self._pending.pop(0)
 
         def run() -> Array:
-            with np.errstate(all="ignore"):  # numbers beyond fp32 are the server's to find
+            with np.errstate(all="ignore"):  # the server rejects results that are not finite
                 result = self._backward(bound, state) if isinstance(program, Backward) else self._forward(bound, state)
-            self._result = self._kernel.zeros(*_NOBODY_WANTS) if result is None else result
+            self._result = self._kernel.zeros(*_EMPTY_RESULT_SHAPE) if result is None else result
             return self._result[first.top : first.bottom]
 
         return Chunk(run, first, flops)
@@ -142,43 +143,43 @@ class SegmentTask:
     def _forward(self, bound: Bound, state: State | None) -> Array:
         caches, result = () if state is None else state.caches, None
         if isinstance(self._program, Forward) and self._program.is_silent:
-            segments.rebuild(bound.unit, bound.segment, caches, bound.x)
+            shards.rebuild(bound.scope, bound.shard, caches, bound.x)
         else:
-            result = segments.forward(bound.unit, bound.segment, caches, bound.x)
+            result = shards.forward(bound.scope, bound.shard, caches, bound.x)
         if state is not None:
-            state.forward_rows += bound.unit.rows
+            state.forward_rows += bound.scope.rows
         return result
 
     def _backward(self, bound: Bound, state: State | None) -> Array:
         if state is not None:
-            state.backward_row = _FAILED  # until it is done: half a gradient must not be added to
+            state.backward_row = _FAILED  # until done: nothing may be added to half a gradient
             state.open_gradients(self._kernel)
-        dx = segments.backward(bound.unit, bound.segment, () if state is None else state.caches, bound.x, bound.dy)
+        dx = shards.backward(bound.scope, bound.shard, () if state is None else state.caches, bound.x, bound.dy)
         if state is not None:
             state.backward_row = self._program.first_row
         return dx if isinstance(self._program, Backward) and self._program.wants_dx else None
 
     def _next_band(self) -> Chunk:
-        part = self._todo.pop(0)
+        part = self._pending.pop(0)
         return Chunk(lambda: self._result[part.top : part.bottom], part, 0.0)
 
 
 class CollectTask:
-    """An accumulator, in bands."""
+    """Return an accumulator in bands of rows."""
 
     only_returns = True
     room_bytes = 0
 
-    def __init__(self, program: Collect, store: Store) -> None:
+    def __init__(self, program: Collect, store: OperandStore) -> None:
         if min(program.rows, program.cols) < 1:
             raise ProtocolError(f"expected an accumulator of at least 1 x 1, got {program.rows} x {program.cols}")
         self._program, self._store = program, store
         self._total: Array = None
-        self._todo: list[Rectangle] = []
+        self._pending: list[Rectangle] = []
 
     @property
     def finished(self) -> bool:
-        return self._total is not None and not self._todo
+        return self._total is not None and not self._pending
 
     def next_chunk(self) -> Chunk | None:
         program = self._program
@@ -186,20 +187,20 @@ class CollectTask:
             if self._store.get(program.accumulator) is None:
                 return None
             self._total = self._store.accumulator(program.accumulator, program.rows, program.cols).array
-            self._todo = bands(program.rows, program.cols)
-        if not self._todo:
+            self._pending = bands(program.rows, program.cols)
+        if not self._pending:
             return None
-        part = self._todo.pop(0)
+        part = self._pending.pop(0)
         return Chunk(lambda: self._total[part.top : part.bottom], part, 0.0)
 
 
 class HoldTask:
-    """Done when its operands are there."""
+    """Report completion once all listed operands have arrived."""
 
     only_returns = False
     room_bytes = 4
 
-    def __init__(self, program: Hold, store: Store, kernel: Kernel) -> None:
+    def __init__(self, program: Hold, store: OperandStore, kernel: Kernel) -> None:
         self._program, self._store, self._kernel = program, store, kernel
         self.finished = False
 
@@ -208,14 +209,14 @@ class HoldTask:
         if self.finished or not all(operand is not None and operand.is_whole for operand in held):
             return None
         self.finished = True
-        return Chunk(lambda: self._kernel.zeros(*_NOBODY_WANTS), Rectangle(0, 1, 0, 1), 0.0)
+        return Chunk(lambda: self._kernel.zeros(*_EMPTY_RESULT_SHAPE), Rectangle(0, 1, 0, 1), 0.0)
 
 
-def _shape(program: Forward | Backward, bound: Bound) -> tuple[int, int]:
+def _result_shape(program: Forward | Backward, bound: Bound) -> tuple[int, int]:
     match program:
         case Forward(is_silent=True) | Backward(wants_dx=False):
-            return _NOBODY_WANTS
+            return _EMPTY_RESULT_SHAPE
         case Forward(head=head) if head is not None:
-            return bound.unit.rows, 2
+            return bound.scope.rows, 2
         case _:
-            return bound.unit.rows, bound.hidden
+            return bound.scope.rows, bound.hidden

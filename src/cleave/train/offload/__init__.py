@@ -1,1 +1,1 @@
-"""The autograd bridge between PyTorch and a fleet."""
+"""The bridge between autograd and a fleet: which modules are offloaded, and how they compute."""

@@ -1,5 +1,5 @@
 # pyright: standard
-"""The codec of `wire/numbers.py` through torch, which rounds to bf16 six times faster than numpy; same bytes."""
+"""The codec of `protocol/numbers.py` in torch, which rounds to bf16 six times faster than numpy; same bytes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import warnings
 
 import torch
 
-from cleave.core.cost.gemm import WireFormat
+from cleave.core.cost.wire import WireFormat, encoded_bytes
+from cleave.core.model.batch import Matrix
 from cleave.protocol.frames import Buffer
-from cleave.protocol.numbers import Encoded, Matrix, NumpyCodec, encoded_bytes
+from cleave.protocol.numbers import Encoded, NumpyCodec
 
-# What came from a socket is read-only memory, and is only read.
+# Received buffers may be read-only memory; they are only read here.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 _HALVES: dict[WireFormat, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}

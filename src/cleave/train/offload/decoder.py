@@ -1,11 +1,11 @@
 # pyright: standard
-"""Decoder stacks that run on the fleet as a whole, the loss included, and the models that do not notice.
+"""Run whole decoder stacks on the fleet, loss included, transparently to the model.
 
-The classes of a base model, its layers and its language model are swapped. The first layer takes its input through the
-whole stack, the others hand on what they get; with labels in training the language model asks for the loss as well, so
-that neither hidden states nor logits come back. What a call needs beyond that (a key/value cache, hidden states of
-layers, masks that are not causal) is computed by the layers themselves, with gemms on the fleet: each call decides
-anew. `train/families.py` knows the models, `train/passes.py` the arithmetic.
+The classes of a base model, its layers and its language model are swapped. The first layer runs its input through the
+whole stack and the others pass it on; with labels in training the language model requests the loss as well, so neither
+hidden states nor logits come back. A call that needs more (a KV cache, hidden states of layers, a mask that is not
+causal) is computed layer by layer, with gemms on the fleet; each call decides again. `families.py` knows the models,
+`resident.py` the autograd function.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from cleave.protocol.decoder import Stack
-from cleave.protocol.programs import Attention
+from cleave.core.model.decoder import Attention, Decoder
+from cleave.core.plan.choose import Local, PassWork
 from cleave.train.offload import families
-from cleave.train.offload.families import Description, Place
+from cleave.train.offload.families import Description, StackLocation
 from cleave.train.offload.linear import Weights
 from cleave.train.offload.overlap import Overlap, why_not
 from cleave.train.offload.pieces import SENT
@@ -37,10 +37,10 @@ except ImportError:
     ForCausalLMLoss = None
 try:
     from transformers.utils.output_capturing import _active_collector
-except ImportError:  # before transformers 5 layers are told, or have a forward of their own for the time
+except ImportError:  # before transformers 5, layers get arguments or another forward instead
     _active_collector = None
 
-_HARMLESS = {
+_NEUTRAL_ARGUMENTS = {
     "hidden_states",
     "attention_mask",
     "position_ids",
@@ -51,20 +51,20 @@ _HARMLESS = {
     "shift_labels",
     "return_dict",
 }
-"""What a layer may be given without computing anything else; of other things only None and False are."""
+"""Arguments of a layer that do not change what it computes; any other must be None or False."""
 
 
 def install(
-    model: nn.Module, fleet: Columns, weights: Weights, say: Callable[[str], None], *, must: bool = False
+    model: nn.Module, fleet: Columns, weights: Weights, say: Callable[[str], None], *, local: Local, must: bool = False
 ) -> str | None:
-    """Let all decoder stacks of a model run on the fleet, wherever that pays, or, if it must, is possible.
+    """Run all decoder stacks of a model on the fleet wherever that pays off or, with `must`, is possible.
 
-    Returns why none can, should that be so now; it is asked again on every call.
+    Returns the reason if none can run now; every call checks again.
     """
     reasons: list[str] = []
     places = families.find(model)
     for place in places:
-        runner = _Runner(fleet, weights, say, must=must)
+        runner = _Runner(fleet, weights, say, local=local, must=must)
         described = families.describe(place)
         if isinstance(described, str):
             reasons.append(described)
@@ -80,7 +80,7 @@ def install(
 
 
 def overlap(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
-    """Let an optimizer step for each weight of the stacks as soon as its gradient is there; else why it cannot."""
+    """Let an optimizer step for each weight of the stacks as soon as its gradient arrives; return why if it cannot."""
     reason = why_not(optimizer)
     if reason is not None:
         return reason
@@ -90,14 +90,16 @@ def overlap(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
     if not runners:
         return "no stack of it may run on devices"
     owners = Counter(id(one) for module in model.modules() for one in module._parameters.values() if one is not None)
-    single = [parameter for parameter in model.parameters() if owners[id(parameter)] == 1]  # others get more elsewhere
+    single = [
+        parameter for parameter in model.parameters() if owners[id(parameter)] == 1
+    ]  # shared ones get gradients elsewhere too
     for runner in runners.values():
         runner.overlap_with(optimizer, single)
     return None
 
 
 def gives_loss(model: nn.Module) -> bool:
-    """Whether its loss is the usual one, of labels or of `shift_labels`, and may be computed by devices."""
+    """Whether devices can compute the model's loss: the standard one of `labels` or `shift_labels`."""
     return isinstance(model, _LanguageModel) and ForCausalLMLoss is not None and model.loss_function is ForCausalLMLoss
 
 
@@ -120,7 +122,7 @@ class _InStack(Swapped):
     _cleave_stack: _Runner
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """A copy computes by itself."""
+        """Copy as the original class, which computes locally."""
         state = {name: value for name, value in vars(self).items() if name != "_cleave_stack"}
         return _blank, (original(self),), state  # type: ignore[arg-type]
 
@@ -131,7 +133,7 @@ def _blank(kind: Any) -> Any:
 
 class _Layer(_InStack):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Not in `forward`: what a stack computes needs no checkpointing, which transformers does in `__call__`."""
+        """Bypass `__call__`, where transformers does gradient checkpointing, which a stack on devices does not need."""
         output = self._cleave_stack.layer(self, args, kwargs)
         return super().__call__(*args, **kwargs) if output is None else output  # type: ignore[misc]
 
@@ -160,7 +162,7 @@ class _LanguageModel(_InStack):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """For the loss, from a language model to its first layer."""
+    """A language model's request for the loss, read by its first layer."""
 
     language_model: nn.Module
     targets: Targets
@@ -168,25 +170,27 @@ class _Request:
 
 
 @dataclass(slots=True, eq=False)
-class _Call:
-    """Of a base model, while it runs."""
+class _BaseCall:
+    """A running call of a base model."""
 
     base: nn.Module
     first: nn.Module | None
-    """Of its layers."""
+    """Its first layer."""
     request: _Request | None
     output: torch.Tensor | None = None
-    """What the first layer gave, if it ran the stack."""
+    """The first layer's output, if it ran the stack."""
 
 
 class _Runner:
-    """What the modules of a stack share: each thread's call, and what was said before."""
+    """State shared by the modules of a stack: each thread's call, and the messages already shown."""
 
-    def __init__(self, fleet: Columns, weights: Weights, say: Callable[[str], None], *, must: bool) -> None:
-        self._fleet, self._weights, self._say, self._must = fleet, weights, say, must
+    def __init__(
+        self, fleet: Columns, weights: Weights, say: Callable[[str], None], *, local: Local, must: bool
+    ) -> None:
+        self._fleet, self._weights, self._say, self._local, self._must = fleet, weights, say, local, must
         self._said: set[str] = set()
-        self._stacks: dict[bool, Stack] = {}
-        self._here = threading.local()
+        self._stacks: dict[bool, Decoder] = {}
+        self._thread_state = threading.local()
         self._overlap: Overlap | None = None
 
     def overlap_with(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
@@ -196,32 +200,33 @@ class _Runner:
         given = _given(model, args, kwargs)
         if given.get("labels") is not None:
             kwargs = _without_cache(given, kwargs)
-        self._here.request = request = _request(model, given)
+        self._thread_state.request = request = _request(model, given)
         try:
             output = forward(*args, **kwargs)
         finally:
-            self._here.request = None
+            self._thread_state.request = None
         if request is None or request.loss is None:
             return output
         return type(output)(**{name: value for name, value in output.items() if name != "logits"})
 
     def loss_function(self, usual: Any) -> Any:
-        request: _Request | None = getattr(self._here, "request", None)
+        request: _Request | None = getattr(self._thread_state, "request", None)
         return usual if request is None or request.loss is None else lambda *_, **__: request.loss
 
     def base(self, base: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if base.training and torch.is_grad_enabled():
             kwargs = _without_cache(_given(base, args, kwargs), kwargs)
-        self._here.call = _Call(base, next(iter(families.layers(base)), None), getattr(self._here, "request", None))
+        request = getattr(self._thread_state, "request", None)
+        self._thread_state.call = _BaseCall(base, next(iter(families.layers(base)), None), request)
         try:
             return forward(*args, **kwargs)
         finally:
-            self._here.call = None
+            self._thread_state.call = None
 
     def layer(self, layer: Any, args: Any, kwargs: Any) -> torch.Tensor | None:
-        """A layer's output, or None if it should compute it itself."""
-        call: _Call | None = getattr(self._here, "call", None)
-        if call is None:  # called by someone else than its model
+        """Return a layer's output; None if the layer should compute it locally."""
+        call: _BaseCall | None = getattr(self._thread_state, "call", None)
+        if call is None:  # called from outside its model
             return None
         if layer is not call.first:
             return call.output if call.output is not None and args and args[0] is call.output else None
@@ -232,15 +237,15 @@ class _Runner:
             self.tell(str(unfit))
         return call.output
 
-    def _run(self, call: _Call, x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor | None:
+    def _run(self, call: _BaseCall, x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor | None:
         is_training = call.base.training and torch.is_grad_enabled()
         if given.get("use_cache") or given.get("past_key_values") is not None:
             if is_training:
                 raise UnfitError("a cache of keys and values is asked for; train with use_cache=False")
-            return None  # as in `generate`: nothing to tell
+            return None  # as in `generate`: not worth a message
         _check_call(x, given)
         request = call.request
-        description = self._describe(Place(base=call.base, language_model=request and request.language_model))
+        description = self._describe(StackLocation(base=call.base, language_model=request and request.language_model))
         if description.stack.head is None:
             request = None
         if request is not None and len(request.targets.words) != x.shape[0] * x.shape[1]:
@@ -253,7 +258,9 @@ class _Runner:
         attention: str = call.base.config._attn_implementation  # type: ignore[union-attr, assignment]
         mask = padding(given.get("attention_mask"), x, first.window, attention)
         rotary = rotary_table(given["position_embeddings"], first.head_dim) if first.is_rotary else None
-        if self._fleet.may_run(description.stack, x.shape[0], x.shape[1], is_trained, must=self._must) is not None:
+        work = PassWork(description.stack, x.shape[0], x.shape[1], is_trained)
+        choice = self._fleet.choose_pass(work, self._local, must=self._must)
+        if not choice.is_resident:
             return None
         output = run(
             self._fleet,
@@ -264,15 +271,16 @@ class _Runner:
             rotary=rotary,
             targets=None if request is None else request.targets,
             is_trained=is_trained,
+            plan=choice.plan,
             overlap=self._overlap,
         )
         if request is None:
             return output
         request.loss = output
-        return x.new_empty(0, *x.shape[1:])  # no sequence is left for what the base and the language model do next
+        return x.new_empty(0, *x.shape[1:])  # leaves no sequences for the base and the language model to process
 
-    def _describe(self, place: Place) -> Description:
-        """With its head, if there is a language model and it can be."""
+    def _describe(self, place: StackLocation) -> Description:
+        """Describe the stack, with its head if there is a language model whose head can be described."""
         described = families.describe(place, with_head=place.language_model is not None)
         if isinstance(described, str) and place.language_model is not None:
             reason, described = described, families.describe(place)
@@ -284,7 +292,9 @@ class _Runner:
         known = self._stacks.get(stack.head is not None)
         if known is None or known != stack:
             self._stacks[stack.head is not None] = known = stack
-        return Description(stack=known, parameters=described.parameters)  # the very object the fleet may know
+        return Description(
+            stack=known, parameters=described.parameters
+        )  # the identical object, which the fleet may have cached
 
     def tell(self, reason: str) -> None:
         self._tell_once(f"layers are computed gemm by gemm, not as a stack: {reason}")
@@ -301,14 +311,14 @@ def _signature(kind: Any) -> inspect.Signature:
 
 
 def _given(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
-    """What a module is called with, by name."""
+    """Return a call's arguments by name."""
     given = _signature(original(module)).bind(module, *args, **kwargs).arguments
     others = given.pop("kwargs", {})
     return {**given, **others}
 
 
 def _without_cache(given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Unless one is asked for: nobody reads keys and values that come with a gradient or a loss."""
+    """Disable the KV cache unless requested: with a gradient or a loss it goes unused."""
     is_asked = given.get("use_cache") is not None or given.get("past_key_values") is not None
     is_positional = "use_cache" in given and "use_cache" not in kwargs
     if is_asked or is_positional or _is_packed(given):
@@ -317,7 +327,7 @@ def _without_cache(given: dict[str, Any], kwargs: dict[str, Any]) -> dict[str, A
 
 
 def _is_packed(given: dict[str, Any]) -> bool:
-    """Whether transformers would see several sequences in one, which it does not where there is a cache."""
+    """Whether transformers would detect packed sequences, which it does only without a cache."""
     positions = given.get("position_ids")
     return positions is not None and given.get("attention_mask") is None and bool((positions.diff() != 1).any())
 
@@ -330,14 +340,14 @@ def _check_call(x: torch.Tensor, given: dict[str, Any]) -> None:
     if _active_collector is not None and _active_collector.get():
         raise UnfitError("hidden states or attentions of layers are asked for")
     for name, value in given.items():
-        if name not in _HARMLESS and name != "self" and value is not None and value is not False:
+        if name not in _NEUTRAL_ARGUMENTS and name != "self" and value is not None and value is not False:
             if name == "is_causal" and value is True:
                 continue
             raise UnfitError(f"layers are given {name}, which devices do not know")
 
 
 def _request(model: Any, given: dict[str, Any]) -> _Request | None:
-    """None if someone wants more than the loss, or another loss."""
+    """Return a request for the loss; None if the caller needs logits or another loss."""
     labels, keep = given.get("labels"), given.get("logits_to_keep", 0)
     if (
         labels is None

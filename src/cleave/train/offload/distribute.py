@@ -1,11 +1,11 @@
 # pyright: standard
-"""`cleave.distribute`: a model's linear layers, and its decoder stacks, sent to a fleet; and back.
+"""`cleave.distribute`: send a model's linear layers and decoder stacks to a fleet, and undo it.
 
-A layer's class is swapped for a subclass of it, so names, state_dict, hooks, PEFT, deepcopy and Trainer do not
-notice, and assigning the class back undoes it. Layers called one after another with the very same X are learned as a
-group and from then on computed together when the first is called; the others find their output waiting. With offload
-`auto` the cost model compares what the fleet would take with what this process takes, per layer and size, and keeps
-small ones here. Decoder stacks as a whole are for `train/stack.py`; their layers still send gemms where it passes.
+A layer's class is swapped for a subclass, so names, state_dict, hooks, PEFT, deepcopy and Trainer are unaffected, and
+assigning the class back undoes it. Layers called in a row with the same X are learned as a group; from then on the call
+of the first computes all of them, and the others find their output waiting. With offload `auto` the cost model compares
+the fleet's time with this process's, per layer and size, and keeps small layers local. `decoder.py` runs whole decoder
+stacks; when it declines a call, their layers still send gemms.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from cleave.core.model.gemms import Role
-from cleave.core.plan.gemm.layer import Linear
-from cleave.errors import InfeasibleError, ModelError
+from cleave.core.model.gemms import Linear, Role
+from cleave.core.model.grain import Grain
+from cleave.core.plan.choose import LayerChoice, Local
+from cleave.errors import ModelError
 from cleave.train.offload import decoder as stack
 from cleave.train.offload.linear import (
-    Call,
+    GroupCall,
     Multiplier,
     Weights,
     apply,
@@ -38,7 +39,6 @@ from cleave.train.offload.resident import Columns
 from cleave.train.offload.swap import Swapped, restore
 
 Offload = Literal["auto", "always"]
-Grain = Literal["auto", "gemm", "resident"]
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -51,12 +51,12 @@ def distribute(
     immediate: bool = False,
     grain: Grain = "gemm",
 ) -> Module:
-    """Send the gemms of every linear layer of a model to a fleet; the model itself is returned.
+    """Send the gemms of every linear layer of a model to a fleet; return the same model.
 
-    Gradients of weights are complete when `backward()` returns. `immediate` makes them ordinary results of autograd,
-    for `torch.autograd.grad(loss, weights)`, at the price of waiting for each. With the grains `auto` and `resident`
-    decoder stacks run as a whole where the fleet finds that better, or, if `resident`, can; the loss of labels is then
-    computed there too while training, and no logits come back with it.
+    Gradients of weights are complete when `backward()` returns. `immediate` makes them ordinary autograd results, for
+    `torch.autograd.grad(loss, weights)`, at the cost of waiting for each. With grain `auto` or `resident`, decoder
+    stacks run as a whole where that is faster or, with `resident`, wherever possible; in training the loss of labels is
+    then computed there too and no logits are returned.
     """
     found = [module for module in model.modules() if is_linear(module)]
     if not found:
@@ -65,17 +65,17 @@ def distribute(
             "train it without a fleet"
         )
     shared = _shared_parameters(model)
-    sending = _Sending(fleet, offload, say, immediate)
+    offloading = _Offloading(fleet, offload, say, immediate)
     for module in found:
         if isinstance(getattr(module, "_cleave", None), _Site):
             _restore(module)
-        module._cleave = _Site(sending, module, is_shared=id(module.weight) in shared)  # type: ignore[assignment]
+        module._cleave = _Site(offloading, module, is_shared=id(module.weight) in shared)  # type: ignore[assignment]
         module.__class__ = _distributed_class(type(module))
-    sending.loading = model.register_load_state_dict_post_hook(_Loaded(sending))
+    offloading.loading = model.register_load_state_dict_post_hook(_Loaded(offloading))
     stack.uninstall(model)
     if grain != "gemm":
         assert isinstance(fleet, Columns), "only such a fleet runs stacks"
-        reason = stack.install(model, fleet, sending.weights, say, must=grain == "resident")
+        reason = stack.install(model, fleet, offloading.weights, say, must=grain == "resident", local=offloading.local)
         if reason is not None and grain == "resident":
             undistribute(model)
             raise ModelError(f"{type(model).__name__} cannot stay on devices: {reason}; or use the grain auto or gemm")
@@ -83,19 +83,19 @@ def distribute(
 
 
 def undistribute(model: Module) -> Module:
-    """Make every layer what it was."""
+    """Restore every layer of a model; return the same model."""
     stack.uninstall(model)
     for module in model.modules():
         site = getattr(module, "_cleave", None)
         if isinstance(site, _Site):
-            if site.sending is not None:
-                site.sending.close()
+            if site.offloading is not None:
+                site.offloading.close()
             _restore(module)
     return model
 
 
 def _shared_parameters(model: nn.Module) -> set[int]:
-    """Parameters that more than one module uses, such as a head tied to the token table."""
+    """Return ids of parameters used by more than one module, such as a head tied to the embedding."""
     seen: set[int] = set()
     shared: set[int] = set()
     for module in model.modules():
@@ -109,7 +109,7 @@ def _shared_parameters(model: nn.Module) -> set[int]:
 
 
 class _Distributed(Swapped):
-    """Mixed in before a linear layer's own class."""
+    """Mixin put before a linear layer's own class."""
 
     _cleave: _Site
 
@@ -146,43 +146,35 @@ def _restore(module: nn.Module) -> None:
 # ------------------------------------------------------------------------------------------------ sites
 
 
-class _Sending:
-    """What all sites of a model share."""
+class _Offloading:
+    """State shared by all sites of a model."""
 
     def __init__(self, fleet: Multiplier, offload: Offload, say: Callable[[str], None], immediate: bool) -> None:
         self.fleet, self.offload, self.say, self.immediate = fleet, offload, say, immediate
         self.weights = Weights(fleet)
-        self.local_flops_per_s = local_flops_per_s() if offload == "auto" else 0.0
+        self.local = Local(flops_per_s=local_flops_per_s(), may_compute=offload == "auto")
         self._decided: dict[Linear, bool] = {}
         self._decided_at = 0
         self.said: set[tuple[int, int, int, bool]] = set()
-        self.here = threading.local()
+        self.thread_state = threading.local()
         self.loading: Any = None
 
-    def is_worth_sending(self, linear: Linear) -> bool:
-        """Whether the fleet is faster than this process; said once per size."""
-        if self.offload == "always":
-            return True
-        try:
-            plan = self.fleet.plan(linear)
-        except InfeasibleError:
-            plan = None
-        if plan is None:  # nobody is there: this process can do it
-            return False
-        local_s = sum(gemm.flops for gemm in linear.gemms.values()) / self.local_flops_per_s
-        if self._decided_at != self.weights.steps:  # within a step the answer stays, or recomputing would differ
+    def choose(self, linear: Linear) -> LayerChoice | None:
+        """Choose where to compute a layer's products; None is this process. Reported once per size."""
+        choice = self.fleet.choose_layer(linear, self.local)
+        if not self.local.may_compute:
+            return choice
+        if choice.plan is None:  # no devices: compute locally
+            return None
+        if self._decided_at != self.weights.steps:  # keep the answer within a step, so that recomputation repeats it
             self._decided_at = self.weights.steps
             self._decided.clear()
-        worth = self._decided.setdefault(linear, plan.total_s < local_s)
-        key = (linear.tokens, linear.in_width, linear.out_width, worth)
+        is_remote = self._decided.setdefault(linear, choice.is_remote)
+        key = (linear.tokens, linear.in_width, linear.out_width, is_remote)
         if key not in self.said:
             self.said.add(key)
-            where = "go to devices" if worth else "stay on the server"
-            self.say(
-                f"gemms of {linear.tokens} tokens x {linear.in_width} x {linear.out_width} {where}: "
-                f"{plan.total_s * 1e3:.1f} ms on devices, {local_s * 1e3:.1f} ms here"
-            )
-        return worth
+            self.say(choice.reason)
+        return choice if is_remote else None
 
     def close(self) -> None:
         self.weights.close()
@@ -190,27 +182,27 @@ class _Sending:
             self.loading.remove()
             self.loading = None
 
-    def __deepcopy__(self, memo: object) -> _Sending:
+    def __deepcopy__(self, memo: object) -> _Offloading:
         return self
 
 
 class _Loaded:
-    """Told when a model has loaded other weights; survives pickling as something that does nothing."""
+    """Hook for load_state_dict, which changes weights; becomes a no-op when pickled."""
 
-    def __init__(self, sending: _Sending | None = None) -> None:
-        self._sending = sending
+    def __init__(self, offloading: _Offloading | None = None) -> None:
+        self._offloading = offloading
 
     def __call__(self, *_: object) -> None:
-        if self._sending is not None:
-            self._sending.weights.changed()
+        if self._offloading is not None:
+            self._offloading.weights.changed()
 
     def __reduce__(self) -> Any:
         return _Loaded, ()
 
 
 @dataclass(frozen=True)
-class _Waiting:
-    """An output computed with its group, before its layer was called."""
+class _ReadyOutput:
+    """An output computed with its group before its own layer is called."""
 
     x: weakref.ref[torch.Tensor]
     state: tuple[object, ...]
@@ -218,15 +210,15 @@ class _Waiting:
 
 
 class _Site:
-    """One layer's place in the scheme: its group, and whether its output is waiting."""
+    """One distributed layer and its group."""
 
-    def __init__(self, sending: _Sending | None, module: nn.Module, *, is_shared: bool) -> None:
-        self.sending, self.is_shared = sending, is_shared
+    def __init__(self, offloading: _Offloading | None, module: nn.Module, *, is_shared: bool) -> None:
+        self.offloading, self.is_shared = offloading, is_shared
         self._module = weakref.ref(module)
         self.leader: _Site | None = None
         self.followers: list[_Site] = []
         self.grouped: list[_Site] = []
-        """The followers as of the last optimizer step: in between, recomputing must repeat what was computed."""
+        """Followers as of the last optimizer step; fixed in between, so that recomputation repeats the same group."""
         self._grouped_at = 0
 
     @property
@@ -234,69 +226,73 @@ class _Site:
         return Conv1D is not None and isinstance(self._module(), Conv1D)
 
     def call(self, x: torch.Tensor) -> torch.Tensor | None:
-        """The layer's output, or None if the layer should compute it itself."""
-        sending, module = self.sending, self._module()
-        if sending is None or module is None or x.numel() == 0:
+        """Return the layer's output; None if the layer should compute it locally."""
+        offloading, module = self.offloading, self._module()
+        if offloading is None or module is None or x.numel() == 0:
             return None
         dtype = compute_dtype(x)
         weight: torch.Tensor = module.weight  # type: ignore[assignment]
         if dtype not in SENT or x.dim() < 2 or weight.dtype not in SENT or x.device.type == "meta":
             return None
-        here = sending.here
-        waiting: dict[_Site, _Waiting] = here.__dict__.setdefault("waiting", {})
+        thread_state = offloading.thread_state
+        waiting: dict[_Site, _ReadyOutput] = thread_state.__dict__.setdefault("waiting", {})
         state = (version(x), torch.is_grad_enabled(), dtype)
         found = waiting.pop(self, None)
         if found is not None and found.x() is x and found.state == state:
             return found.y
-        self._learn(here, x, state)
-        group = self._group(sending, waiting)
-        outputs = self._run(sending, group, x, dtype)
+        self._learn(thread_state, x, state)
+        group = self._group(offloading, waiting)
+        outputs = self._run(offloading, group, x, dtype)
         if outputs is None:
             return None
         for site, y in zip(group[1:], outputs[1:], strict=True):
-            waiting[site] = _Waiting(weakref.ref(x), state, y)
+            waiting[site] = _ReadyOutput(weakref.ref(x), state, y)
         return outputs[0]
 
-    def _learn(self, here: Any, x: torch.Tensor, state: tuple[object, ...]) -> None:
-        """Follow the layer that last read this very X; leave a group that did not hold."""
-        last: tuple[weakref.ref[torch.Tensor], tuple[object, ...], _Site] | None = getattr(here, "last", None)
+    def _learn(self, thread_state: Any, x: torch.Tensor, state: tuple[object, ...]) -> None:
+        """Join the group of the layer that last read this same X, if it may."""
+        last: tuple[weakref.ref[torch.Tensor], tuple[object, ...], _Site] | None = getattr(thread_state, "last", None)
         if last is not None and last[0]() is x and last[1] == state and last[2] is not self:
             leader = last[2]
             if self.leader is None and not self.followers and _may_group(leader, self):
                 leader.followers.append(self)
                 self.leader = leader
             return
-        here.last = (weakref.ref(x), state, self)
+        thread_state.last = (weakref.ref(x), state, self)
 
-    def _group(self, sending: _Sending, waiting: dict[_Site, _Waiting]) -> list[_Site]:
-        for site in [site for site in self.grouped if site in waiting]:  # was not asked for last time
+    def _group(self, offloading: _Offloading, waiting: dict[_Site, _ReadyOutput]) -> list[_Site]:
+        for site in [
+            site for site in self.grouped if site in waiting
+        ]:  # computed last time but never used: leaves the group
             del waiting[site]
             if site in self.followers:
                 self.followers.remove(site)
                 site.leader = None
-        if self._grouped_at != sending.weights.steps:
-            self._grouped_at = sending.weights.steps
+        if self._grouped_at != offloading.weights.steps:
+            self._grouped_at = offloading.weights.steps
             self.grouped = list(self.followers)
         return [self, *self.grouped]
 
     def _run(
-        self, sending: _Sending, group: list[_Site], x: torch.Tensor, dtype: torch.dtype
+        self, offloading: _Offloading, group: list[_Site], x: torch.Tensor, dtype: torch.dtype
     ) -> tuple[torch.Tensor, ...] | None:
         modules = [site._module() for site in group]
         weights: list[torch.Tensor] = [module.weight for module in modules]  # type: ignore[union-attr, misc]
         trained = [weight.requires_grad and torch.is_grad_enabled() for weight in weights]
         linear = _sizes(self.is_transposed, x, weights, wants_dx=x.requires_grad, wants_dw=any(trained))
-        if not sending.is_worth_sending(linear):
+        choice = offloading.choose(linear)
+        if choice is None:
             return None
-        call = Call(
-            fleet=sending.fleet,
-            weights=sending.weights,
+        call = GroupCall(
+            fleet=offloading.fleet,
+            weights=offloading.weights,
             linear=linear,
-            format=wire_format(sending.fleet, dtype),
+            plan=choice.plan,
+            format=wire_format(offloading.fleet, dtype),
             dtype=dtype,
             members=tuple(weights),
             deferred=tuple(
-                wants and not site.is_shared and not sending.immediate
+                wants and not site.is_shared and not offloading.immediate
                 for site, wants in zip(group, trained, strict=True)
             ),
             is_transposed=self.is_transposed,
@@ -305,14 +301,14 @@ class _Site:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Site:
         module: Any = memo.get(id(self._module())) or self._module()
-        return _Site(self.sending, module, is_shared=self.is_shared)
+        return _Site(self.offloading, module, is_shared=self.is_shared)
 
     def __reduce__(self) -> Any:
-        return _asleep, ()
+        return _unpickled_site, ()
 
 
-def _asleep() -> _Site:
-    """What a pickled site becomes: a layer that computes by itself."""
+def _unpickled_site() -> _Site:
+    """Unpickle a site as one that computes locally."""
     return _Site(None, nn.Identity(), is_shared=False)
 
 

@@ -1,9 +1,9 @@
 # pyright: standard
-"""Which models are decoder stacks the fleet knows, and what such a stack consists of.
+"""Recognize decoder stacks that devices can run, and describe them.
 
-`find` recognises the bases of Llama, Mistral, Qwen2, OPT and GPT-2 inside any model; `describe` says what one is as it
-stands at this moment, in the words of `wire/stack.py`, or why those words do not suffice. That is cheap enough to be
-asked anew on every call, so adapters, dropout, hooks and frozen weights may change in between. It runs nothing.
+`find` locates the base models of Llama, Mistral, Qwen2, OPT and GPT-2 inside any model. `describe` describes one as it
+is at this moment, in terms of `core/model/decoder.py`, or says why it cannot. It is cheap enough to repeat on every
+call, so adapters, dropout, hooks and frozen weights may change in between. Runs nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from cleave.protocol.decoder import Parameter, Stack
-from cleave.protocol.programs import Attention, Head, Mlp, Part
+from cleave.core.model.decoder import Attention, Decoder, Head, Mlp, Parameter, Part
 from cleave.train.offload.pieces import (
-    Table,
     UnknownError,
+    ViewTable,
     check_dropout,
     check_hooks,
     check_kinds,
@@ -35,33 +34,35 @@ from cleave.train.offload.swap import original
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """A decoder stack inside a model."""
+class StackLocation:
+    """Location of a decoder stack inside a model."""
 
     base: nn.Module
     language_model: nn.Module | None
-    """Whose loss may be computed with the stack."""
+    """The causal LM around the base, whose loss may be computed with the stack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Description:
-    stack: Stack
+    """A stack as devices see it, with the parameters it names."""
+
+    stack: Decoder
     parameters: tuple[nn.Parameter, ...]
-    """Those of the stack, in its order."""
+    """In the order of `stack.parameters`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Family:
     language_model: str
     base: str
-    """Where the language model has its base."""
+    """Attribute path from the language model to its base."""
     layers: str
     norm: str
-    describe: Callable[[Table, nn.Module, Any], tuple[Attention, Mlp]]
+    describe: Callable[[ViewTable, nn.Module, Any], tuple[Attention, Mlp]]
 
 
-def find(model: nn.Module) -> list[Place]:
-    places: list[Place] = []
+def find(model: nn.Module) -> list[StackLocation]:
+    places: list[StackLocation] = []
     for base in model.modules():
         family = _family(base)
         if family is None:
@@ -73,7 +74,7 @@ def find(model: nn.Module) -> list[Place]:
             and original(module).__module__ == original(base).__module__
             and operator.attrgetter(family.base)(module) is base
         )
-        places.append(Place(base=base, language_model=next(owners, None)))
+        places.append(StackLocation(base=base, language_model=next(owners, None)))
     return places
 
 
@@ -83,8 +84,8 @@ def layers(base: nn.Module) -> nn.ModuleList:
     return getattr(base, family.layers)
 
 
-def describe(place: Place, *, with_head: bool = False) -> Description | str:
-    """The stack as it would compute now, or why it cannot be described; with a head: the last norm and the loss too."""
+def describe(place: StackLocation, *, with_head: bool = False) -> Description | str:
+    """Describe the stack as it would compute now, or say why not; with a head, include final norm and loss."""
     family = _family(place.base)
     assert family is not None, "find gave it"
     try:
@@ -98,7 +99,7 @@ def _family(module: nn.Module) -> _Family | None:
     return _FAMILIES.get(kind.__name__) if kind.__module__.startswith("transformers.models.") else None
 
 
-def _describe(family: _Family, place: Place, with_head: bool) -> Description:
+def _describe(family: _Family, place: StackLocation, with_head: bool) -> Description:
     base: Any = place.base
     blocks: nn.ModuleList = getattr(base, family.layers)
     if not len(blocks) or len(set(blocks)) != base.config.num_hidden_layers:
@@ -107,7 +108,7 @@ def _describe(family: _Family, place: Place, with_head: bool) -> Description:
         raise UnknownError(f"attention is {base.config._attn_implementation}; load the model with sdpa or eager")
     if base.training and getattr(base, "layerdrop", 0.0) > 0.0:
         raise UnknownError(f"layers are dropped with probability {base.layerdrop}; set layerdrop to 0")
-    table = Table()
+    table = ViewTable()
     parts: list[Part] = []
     for block in blocks:
         if not _returns_tensor(original(block)):
@@ -115,7 +116,7 @@ def _describe(family: _Family, place: Place, with_head: bool) -> Description:
         check_hooks(block)
         parts += family.describe(table, block, base.config)
     head = _head(table, family, place) if with_head else None
-    stack = Stack(
+    stack = Decoder(
         hidden=base.config.hidden_size,
         parts=tuple(parts),
         head=head,
@@ -125,7 +126,7 @@ def _describe(family: _Family, place: Place, with_head: bool) -> Description:
     return Description(stack=stack, parameters=tuple(table.parameters))
 
 
-def _head(table: Table, family: _Family, place: Place) -> Head:
+def _head(table: ViewTable, family: _Family, place: StackLocation) -> Head:
     base: Any = place.base
     model: Any = place.language_model
     last = getattr(base, family.norm)
@@ -151,8 +152,8 @@ def _returns_tensor(kind: Any) -> bool:
 # ------------------------------------------------------------------------------------------------ families
 
 
-def _llama(table: Table, layer: Any, config: Any) -> tuple[Attention, Mlp]:
-    """Mistral and Qwen2 too, whose layers have the same names."""
+def _llama(table: ViewTable, layer: Any, config: Any) -> tuple[Attention, Mlp]:
+    """Describe a layer of Llama, Mistral or Qwen2, which share their attribute names."""
     attention, mlp = layer.self_attn, layer.mlp
     check_kinds(layer, self_attn="Attention", mlp="MLP", input_layernorm="RMSNorm", post_attention_layernorm="RMSNorm")
     check_dropout(attention, attention.attention_dropout, "attention_dropout")
@@ -182,7 +183,7 @@ def _llama(table: Table, layer: Any, config: Any) -> tuple[Attention, Mlp]:
     )
 
 
-def _opt(table: Table, layer: Any, config: Any) -> tuple[Attention, Mlp]:
+def _opt(table: ViewTable, layer: Any, config: Any) -> tuple[Attention, Mlp]:
     attention = layer.self_attn
     check_kinds(layer, self_attn="Attention")
     if not layer.do_layer_norm_before:
@@ -208,7 +209,7 @@ def _opt(table: Table, layer: Any, config: Any) -> tuple[Attention, Mlp]:
     )
 
 
-def _gpt2(table: Table, layer: Any, config: Any) -> tuple[Attention, Mlp]:
+def _gpt2(table: ViewTable, layer: Any, config: Any) -> tuple[Attention, Mlp]:
     attention, mlp = layer.attn, layer.mlp
     check_kinds(layer, attn="Attention", mlp="MLP")
     check_dropout(attention, attention.attn_dropout.p, "attn_pdrop")

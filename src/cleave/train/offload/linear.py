@@ -1,12 +1,12 @@
 # pyright: standard
-"""Linear layers whose three gemms run on the fleet: the autograd function, and what it remembers between calls.
+"""Linear layers with their three gemms on the fleet: the autograd function, and the operands of weights.
 
     Y_i = X W_i^T + b_i        dX = sum_i dY_i W_i        dW_i = dY_i^T X
 
 One function serves a group of layers that read the same X (q, k, v; gate, up). Weights are operands that stay on
-devices until they change; X and dY are operands that live as long as the graph needs them. dW is off the critical
-path: it is computed while backward goes on, and added to `.grad`, with all hooks, just before `backward()` returns.
-`train/distribute.py` decides which modules come here; this module knows products and gradients, not modules.
+devices until they change; X and dY live as long as the graph needs them. dW is off the critical path: it is computed
+while backward goes on and added to `.grad`, with all hooks, just before `backward()` returns. `distribute.py` decides
+which modules come here; this module knows products and gradients, not modules.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,34 +24,38 @@ from torch.autograd import Variable
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from cleave.core.cost.gemm import WireFormat
-from cleave.core.model.gemms import Role
-from cleave.core.plan.gemm.layer import Linear, LinearPlan
-from cleave.protocol.numbers import Encoded, Matrix
+from cleave.core.cost.wire import WireFormat
+from cleave.core.model.batch import Matrix
+from cleave.core.model.gemms import Linear, Role
+from cleave.core.plan.choose import LayerChoice, Local
+from cleave.core.plan.gemm.layer import LinearPlan
+from cleave.protocol.numbers import Encoded
 
-_BACKWARD, _FORWARD, _WEIGHTS = 0, 1, 2  # priorities: who is waited for comes first
+_BACKWARD, _FORWARD, _WEIGHTS = 0, 1, 2  # priorities: what the caller waits for comes first
 HALVES: dict[torch.dtype, WireFormat] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 _SAMPLES = 32
 
 
-class Operand(Protocol):
-    """A matrix with an identity, which devices may hold longer than this process holds its numbers."""
+class FleetTensor(Protocol):
+    """A matrix with an identity; devices may hold it longer than this process holds its values."""
 
     def bind(self, matrix: Matrix | None, encoded: Encoded | None = None) -> None: ...
 
 
 class Multiplier(Protocol):
-    """What training needs of a fleet."""
+    """The interface that training needs from a fleet."""
 
     wire: WireFormat
 
-    def tensor(self, rows: int, cols: int, format: WireFormat | None = None) -> Any: ...
+    def tensor(self, rows: int, cols: int, format: WireFormat | None = None) -> FleetTensor: ...
 
-    def plan(self, linear: Linear) -> LinearPlan | None: ...
+    def choose_layer(self, linear: Linear, local: Local = ...) -> LayerChoice: ...
 
     def submit(
-        self, role: Role, a: tuple[Any, ...], b: tuple[Any, ...], linear: Linear, *, priority: int = 1
+        self, role: Role, a: tuple[Any, ...], b: tuple[Any, ...], plan: LinearPlan | None, *, priority: int = 1
     ) -> Future[list[Matrix]]: ...
+
+    def step_ended(self) -> None: ...
 
     def wait(self, future: Future[list[Matrix]]) -> list[Matrix]: ...
 
@@ -60,19 +64,18 @@ class Multiplier(Protocol):
 
 
 class Weights:
-    """Operands of parameters, made anew when the numbers may have changed, so that frozen ones travel once.
+    """Operands of parameters, replaced whenever values may have changed, so that frozen weights travel once.
 
-    Optimizers may write without a trace in `_version` (fused ones do), so every optimizer step counts as a change of
-    all trained parameters. Writes through `.data` leave no trace either; some of the numbers are looked at to notice
-    them.
+    Optimizers may write without bumping `_version` (fused ones do), so every optimizer step counts as a change of all
+    trained parameters. Writes through `.data` leave no trace either; a sample of the values catches those.
     """
 
     def __init__(self, fleet: Multiplier) -> None:
         self._fleet = fleet
         self.steps = 0
-        """Optimizer steps, and other changes of trained parameters, so far."""
+        """Optimizer steps and other changes of trained parameters so far."""
         self._whole = 0
-        self._own = WeakTensorKeyDictionary()  # parameter -> changes of its own
+        self._own = WeakTensorKeyDictionary()  # parameter -> its individual changes
         self._single: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._known = WeakTensorKeyDictionary()  # weight -> {format: (key, operand)}
@@ -87,27 +90,31 @@ class Weights:
 
     def changed(self) -> None:
         """All trained parameters may have new values."""
-        self.steps += 1
         self._whole += 1
+        self._count_step()
 
     def count_single_steps(self, optimizer: torch.optim.Optimizer) -> None:
-        """This one is known to change no parameter but those that have a gradient when it has stepped."""
+        """Declare that this optimizer changes only parameters that have a gradient when it steps."""
         self._single.add(optimizer)
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._single:
             self.changed()
             return
-        self.steps += 1
+        self._count_step()
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     self._own[parameter] = 1 + (self._own.get(parameter) or 0)
 
-    def operand(self, weight: torch.Tensor, format: WireFormat) -> Operand:
+    def _count_step(self) -> None:
+        self.steps += 1
+        self._fleet.step_ended()
+
+    def operand(self, weight: torch.Tensor, format: WireFormat) -> FleetTensor:
         with self._lock:
             key = self._key(weight)
-            formats: dict[WireFormat, tuple[object, Operand]] | None = self._known.get(weight)
+            formats: dict[WireFormat, tuple[object, FleetTensor]] | None = self._known.get(weight)
             if formats is None:
                 formats = self._known[weight] = {}
             found = formats.get(format)
@@ -119,7 +126,7 @@ class Weights:
             return found[1]
 
     def close(self) -> None:
-        """Let go of all operands; whoever asks again gets new ones."""
+        """Release all operands; later requests create new ones."""
         with self._lock:
             self._known.clear()
 
@@ -130,8 +137,8 @@ class Weights:
         return steps, version(weight), weight.data_ptr(), samples
 
 
-def bind(operand: Operand, tensor: torch.Tensor, format: WireFormat) -> None:
-    """Give an operand its numbers, without a copy where the tensor already is as the wire wants it."""
+def bind(operand: FleetTensor, tensor: torch.Tensor, format: WireFormat) -> None:
+    """Give an operand its values, without a copy if the tensor is already in wire format."""
     matrix = tensor.detach().cpu().reshape(-1, tensor.shape[-1]).contiguous()
     if HALVES.get(matrix.dtype) == format:
         operand.bind(None, matrix.view(-1).view(torch.uint8).numpy())
@@ -140,13 +147,13 @@ def bind(operand: Operand, tensor: torch.Tensor, format: WireFormat) -> None:
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """What a product with it is computed in."""
+    """Dtype of a product with this tensor, under autocast too."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
 
 
 def version(tensor: torch.Tensor) -> int:
-    """Torch's count of writes in place; tensors of inference mode have none."""
+    """Return torch's counter of in-place writes, -1 for inference tensors, which have none."""
     return -1 if tensor.is_inference() else tensor._version
 
 
@@ -154,19 +161,21 @@ def version(tensor: torch.Tensor) -> int:
 
 
 @dataclass(frozen=True)
-class Call:
+class GroupCall:
     """A group of layers applied to one X."""
 
     fleet: Multiplier
     weights: Weights
     linear: Linear
+    plan: LinearPlan | None
+    """The plan chosen before the call; None without devices, to be planned when one joins."""
     format: WireFormat
     dtype: torch.dtype
-    """Of the outputs."""
+    """Dtype of the outputs."""
     members: tuple[torch.Tensor, ...]
     """The weights: [out, in], or [in, out] if `is_transposed`."""
     deferred: tuple[bool, ...]
-    """Whether a weight's gradient is added just before backward returns, or now."""
+    """Whether each weight's gradient is added just before backward returns instead of at once."""
     is_transposed: bool
 
     @property
@@ -179,12 +188,12 @@ class Call:
 
 
 def wire_format(fleet: Multiplier, dtype: torch.dtype) -> WireFormat:
-    """Halves travel as they are; everything else as the fleet's wire says."""
+    """Return the wire format: 16-bit types as they are unless the wire is int8, everything else as the fleet's wire."""
     return fleet.wire if fleet.wire == "int8" else HALVES.get(dtype, fleet.wire)
 
 
-def apply(call: Call, x: torch.Tensor, biases: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
-    """The outputs of all members."""
+def apply(call: GroupCall, x: torch.Tensor, biases: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
+    """Return the outputs of all members."""
     anchor = _anchor() if any(call.deferred) else None
     direct = [w for w, deferred in zip(call.members, call.deferred, strict=True) if not deferred]
     return _Layers.apply(call, anchor, x, len(direct), *direct, *biases)  # type: ignore[no-any-return]
@@ -192,15 +201,17 @@ def apply(call: Call, x: torch.Tensor, biases: Sequence[torch.Tensor | None]) ->
 
 class _Layers(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, call: Call, anchor: Any, x: torch.Tensor, directs: int, *rest: torch.Tensor | None) -> Any:
+    def forward(
+        ctx: Any, call: GroupCall, anchor: Any, x: torch.Tensor, directs: int, *rest: torch.Tensor | None
+    ) -> Any:
         biases = rest[directs:]
         rows = x.numel() // x.shape[-1]
         operand = call.fleet.tensor(rows, x.shape[-1], call.format)
         bind(operand, x, call.format)
         weights = tuple(call.weights.operand(weight, call.format) for weight in call.members)
-        future = call.fleet.submit(call.forward_role, (operand,), weights, call.linear, priority=_FORWARD)
+        future = call.fleet.submit(call.forward_role, (operand,), weights, call.plan, priority=_FORWARD)
         outputs = call.fleet.wait(future)
-        operand.bind(None)  # devices keep what they hold; the numbers come back with the saved tensor
+        operand.bind(None)  # devices keep their copies; backward binds the saved tensor again
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(x)
         ctx.call, ctx.operand, ctx.weights = call, operand, weights
@@ -214,7 +225,7 @@ class _Layers(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:  # type: ignore[override]
-        call: Call = ctx.call
+        call: GroupCall = ctx.call
         (x,) = ctx.saved_tensors
         there = [i for i, grad in enumerate(grads) if grad is not None]
         dys = [_like_output(grads[i], call) for i in there]
@@ -225,8 +236,8 @@ class _Layers(torch.autograd.Function):
         dx_future = None
         if ctx.needs_input_grad[2] and there:
             weights = tuple(ctx.weights[i] for i in there)
-            linear = call.linear if len(there) == len(grads) else _only(call, there)
-            dx_future = call.fleet.submit(call.input_role, tuple(operands), weights, linear, priority=_BACKWARD)
+            plan = call.plan if len(there) == len(grads) else _plan_of(call, there)
+            dx_future = call.fleet.submit(call.input_role, tuple(operands), weights, plan, priority=_BACKWARD)
         dw_futures = _start_weights(ctx, x, there, operands)
 
         dbs = [
@@ -245,35 +256,31 @@ class _Layers(torch.autograd.Function):
 
 
 def _start_weights(ctx: Any, x: torch.Tensor, there: list[int], operands: list[Any]) -> dict[int, Any]:
-    """Start dW of the members that want one: (future, position in its outputs) of each."""
-    call: Call = ctx.call
+    """Submit dW of the trained members; return (future, position in its outputs) per member."""
+    call: GroupCall = ctx.call
     wanted = [(i, dy) for i, dy in zip(there, operands, strict=True) if call.members[i].requires_grad]
     if not wanted:
         return {}
     bind(ctx.operand, x, call.format)
-    linear = call.linear if len(wanted) == len(call.members) else _only(call, [i for i, _ in wanted])
+    plan = call.plan if len(wanted) == len(call.members) else _plan_of(call, [i for i, _ in wanted])
     dys = tuple(dy for _, dy in wanted)
     a, b = ((ctx.operand,), dys) if call.is_transposed else (dys, (ctx.operand,))
-    future = call.fleet.submit("grad_weight", a, b, linear, priority=_WEIGHTS)
+    future = call.fleet.submit("grad_weight", a, b, plan, priority=_WEIGHTS)
     return {i: (future, position) for position, (i, _) in enumerate(wanted)}
 
 
-def _only(call: Call, members: list[int]) -> Linear:
-    """The sizes of some of a group's members."""
+def _plan_of(call: GroupCall, members: list[int]) -> LinearPlan | None:
+    """Plan for a subset of the group, which needs a choice of its own."""
     assert not call.is_transposed, "such layers are never grouped"
-    return Linear(
-        tokens=call.linear.tokens,
-        in_width=call.linear.in_width,
-        out_width=sum(call.members[i].shape[0] for i in members),
-        roles=call.linear.roles,
-    )
+    out_width = sum(call.members[i].shape[0] for i in members)
+    return call.fleet.choose_layer(replace(call.linear, out_width=out_width)).plan
 
 
 def _shaped(matrix: Matrix, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(matrix).view(*x.shape[:-1], matrix.shape[1]).to(device=x.device, dtype=dtype)
 
 
-def _like_output(grad: torch.Tensor | None, call: Call) -> torch.Tensor:
+def _like_output(grad: torch.Tensor | None, call: GroupCall) -> torch.Tensor:
     assert grad is not None
     return grad.detach().to(call.dtype).reshape(-1, grad.shape[-1])
 
@@ -286,7 +293,7 @@ _KEPT_PASSES = 16
 
 
 def _anchor() -> torch.Tensor:
-    """Makes an output require a gradient though the weight is hidden from autograd."""
+    """Return a scalar that makes outputs require gradients although autograd does not see the weights."""
     anchor = getattr(_state, "anchor", None)
     if anchor is None:
         with torch.inference_mode(False):
@@ -302,7 +309,7 @@ def _gradient(fleet: Multiplier, weight: torch.Tensor, entry: tuple[Future[list[
 def _defer(fleet: Multiplier, weight: torch.Tensor, entry: tuple[Future[list[Matrix]], int]) -> None:
     """Add the gradient when this backward pass ends.
 
-    A pass is known by its number; one that failed never ends, and its entries are forgotten in time.
+    A failed pass never ends, so only the entries of the last few passes are kept.
     """
     passes: dict[int, list[Any]] | None = getattr(_state, "passes", None)
     if passes is None:
@@ -317,7 +324,7 @@ def _defer(fleet: Multiplier, weight: torch.Tensor, entry: tuple[Future[list[Mat
 
 
 def _finish(deferred: list[tuple[Multiplier, torch.Tensor, tuple[Future[list[Matrix]], int]]]) -> None:
-    """One backward from the weights themselves, so that hooks, clipping and accumulation see ordinary gradients."""
+    """Run one backward from the weights themselves, so that hooks and accumulation see ordinary gradients."""
     sums: dict[torch.Tensor, torch.Tensor] = {}
     for fleet, weight, entry in deferred:
         gradient = _gradient(fleet, weight, entry)
@@ -327,7 +334,7 @@ def _finish(deferred: list[tuple[Multiplier, torch.Tensor, tuple[Future[list[Mat
 
 
 def local_flops_per_s() -> float:
-    """What this process multiplies by itself, measured in about a tenth of a second."""
+    """Measure this process's own matrix throughput, in about a tenth of a second."""
     import time
 
     side = 512

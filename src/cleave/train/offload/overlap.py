@@ -1,11 +1,10 @@
 # pyright: standard
-"""Weights updated one by one, as soon as their gradients are there, while the fleet still computes others.
+"""Update each weight as soon as its gradient arrives, while the fleet still computes others.
 
-New numbers go out to devices at once, so that neither update nor sending waits for the end of backward. The optimizer
-is the user's own: it steps for one parameter at a time, which changes nothing for those that treat each parameter by
-itself. A gradient that reaches a parameter by another way, such as a penalty on it, must be there before. Whatever
-needs all gradients together (clipping by their norm, accumulation over several backwards, optimizers with a line
-search) needs the usual way.
+New values go out to devices at once, so neither updating nor sending waits for the end of backward. The optimizer is
+the user's own, stepped for one parameter at a time, which is equivalent if it treats parameters independently. A
+gradient from elsewhere, such as a penalty on the weight, must be in `.grad` before. Anything that needs all gradients
+at once (clipping by global norm, accumulation over several passes, line search) must step as usual.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ _ONE_BY_ONE = (
 
 
 def why_not(optimizer: optim.Optimizer) -> str | None:
-    """Why an optimizer can only step as a whole."""
+    """Return why an optimizer can only step as a whole; None if it can step per parameter."""
     if type(optimizer) not in _ONE_BY_ONE:
         return f"{type(optimizer).__name__} may look at several parameters at once"
     return None
 
 
 class Overlap:
-    """Steps an optimizer for single parameters of its own."""
+    """Step an optimizer for one of its parameters at a time."""
 
     def __init__(self, optimizer: optim.Optimizer, weights: Weights, parameters: Iterable[torch.Tensor]) -> None:
         self._optimizer = optimizer
@@ -56,7 +55,7 @@ class Overlap:
         return id(parameter) in self._groups
 
     def update(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """One step for one parameter; its gradient is used up. A later `step()` finds nothing left to do for it."""
+        """Step one parameter and clear its gradient, so that a later `step()` skips it."""
         whole = self._optimizer.param_groups
         group = whole[self._groups[id(parameter)]]
         parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient

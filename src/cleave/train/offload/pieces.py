@@ -1,8 +1,8 @@
 # pyright: standard
-"""The pieces decoder layers are made of, as devices are told of them: linear layers, LoRA, norms, activations.
+"""Describe the building blocks of decoder layers for devices: linear layers, LoRA, norms, activations.
 
-Each function turns a module into its description, or raises `UnknownError` with the reason why it has none. Modules may
-be distributed already. Which pieces a layer has, and where, is for `train/architectures.py`.
+Each function turns a module into its description or raises `UnknownError` with the reason. Modules may already be
+distributed. `families.py` knows which blocks a layer has, and where.
 """
 
 from __future__ import annotations
@@ -13,17 +13,16 @@ import msgspec
 import torch
 from torch import nn
 
-from cleave.protocol.decoder import Range, View
-from cleave.protocol.programs import Activation, Norm, Weight
+from cleave.core.model.decoder import Activation, Norm, Range, View, Weight
 from cleave.train.offload.swap import original
 
 try:
     from transformers.pytorch_utils import Conv1D
-except ImportError:  # transformers is only needed for its models
+except ImportError:  # transformers is optional
     Conv1D = None
 
 SENT = {torch.float32, torch.bfloat16, torch.float16}
-"""What a matrix may consist of to be sent."""
+"""Dtypes that can be sent."""
 
 _ACTIVATIONS: dict[str, Activation] = {
     "SiLU": "silu",
@@ -38,11 +37,11 @@ _ACTIVATIONS: dict[str, Activation] = {
 
 
 class UnknownError(Exception):
-    """A reason why there is no description, and what would help."""
+    """A module that cannot be described: why, and what would help."""
 
 
-class Table:
-    """Numbers views of parameters, each parameter once."""
+class ViewTable:
+    """Assigns numbers to parameters, each once, and to views of them."""
 
     def __init__(self) -> None:
         self.parameters: list[nn.Parameter] = []
@@ -65,7 +64,7 @@ def shape(parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it computes X W^T + b and nothing else: a subclass with a forward of its own does not."""
+    """Whether a module computes exactly X W^T + b; a subclass with its own forward does not qualify."""
     plain = {nn.Linear.forward} | ({Conv1D.forward} if Conv1D is not None else set())
     return isinstance(module, nn.Linear | (Conv1D or nn.Linear)) and original(module).forward in plain
 
@@ -74,14 +73,14 @@ def check_hooks(module: nn.Module, *, deep: bool = True) -> None:
     for name, inner in module.named_modules() if deep else [("", module)]:
         hooks = [*inner._forward_hooks.values(), *inner._forward_pre_hooks.values()]
         hooks += [*inner._backward_hooks.values(), *inner._backward_pre_hooks.values()]
-        # transformers leaves one on each layer that does nothing unless hidden states are asked for
+        # transformers installs this one on every layer; it does nothing unless hidden states are requested
         hooks = [hook for hook in hooks if getattr(hook, "__name__", "") != "output_capturing_hook"]
         if hooks or "forward" in inner.__dict__:
             raise UnknownError(f"{name or type(module).__name__} has hooks, which would see nothing; remove them")
 
 
 def check_kinds(layer: nn.Module, **kinds: str) -> None:
-    """That a layer's own pieces are those its family came with."""
+    """Check that a layer's submodules are those of its family."""
     family = original(layer).__name__.removesuffix("DecoderLayer").removesuffix("Block")
     for name, kind in kinds.items():
         came = original(getattr(layer, name)).__name__
@@ -102,7 +101,7 @@ def describe_activation(module: nn.Module) -> Activation:
     return _ACTIVATIONS[name]
 
 
-def describe_norm(table: Table, module: Any) -> Norm:
+def describe_norm(table: ViewTable, module: Any) -> Norm:
     if type(module) is nn.LayerNorm:
         if module.weight is None:
             raise UnknownError("its norms have no weights")
@@ -113,8 +112,8 @@ def describe_norm(table: Table, module: Any) -> Norm:
     return Norm(kind="rms", eps=module.variance_epsilon, weight=table.view(module.weight))
 
 
-def describe_weight(table: Table, module: Any, part: int = 0, of: int = 1) -> Weight:
-    """One of `of` equal shares of a linear layer's outputs."""
+def describe_weight(table: ViewTable, module: Any, part: int = 0, of: int = 1) -> Weight:
+    """Describe slice `part` of `of` equal slices of a linear layer's outputs."""
     lora = module if _is_lora(module) else None
     module = module if lora is None else lora.base_layer
     if not is_linear(module):
@@ -140,7 +139,7 @@ def _is_lora(module: nn.Module) -> bool:
 
 
 def _adapter(lora: Any) -> str | None:
-    """The name of the adapter that is added to a layer's output, if there is one."""
+    """Return the name of the active adapter, if any."""
     if lora.disable_adapters and lora.merged:
         raise UnknownError("its adapters are merged and disabled; unmerge them")
     if lora.disable_adapters or lora.merged:

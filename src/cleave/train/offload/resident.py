@@ -1,13 +1,14 @@
 # pyright: standard
-"""One batch through a decoder stack on the fleet, as one autograd function.
+"""Run one batch through a decoder stack on the fleet, as a single autograd function.
 
 The input and all trained parameters are inputs of the function, so hooks, clipping, accumulation and tied weights see
-ordinary gradients. With targets the result is the loss: the fleet then goes on into backward by itself, and
-`backward()` only collects. Also reads masks, position tables and labels as a batch has them. Knows no modules.
+ordinary gradients. With targets the result is the loss: the fleet then starts backward by itself and `backward()` only
+collects. Also converts masks, rotary tables and labels of a batch. Knows no modules.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -15,9 +16,11 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import torch
 
-from cleave.core.cost.gemm import WireFormat
-from cleave.protocol.decoder import Batch, Gradients, Pass, Stack
-from cleave.protocol.numbers import Matrix
+from cleave.core.cost.wire import WireFormat
+from cleave.core.model.batch import Batch, Gradients, Matrix
+from cleave.core.model.decoder import Decoder
+from cleave.core.plan.choose import Local, PassChoice, PassWork
+from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.train.offload.families import Description
 from cleave.train.offload.linear import HALVES, Multiplier, Weights, compute_dtype, wire_format
 from cleave.train.offload.overlap import Overlap
@@ -27,29 +30,50 @@ _Result = TypeVar("_Result")
 
 @runtime_checkable
 class Columns(Multiplier, Protocol):
-    """A fleet that takes batches through stacks as well."""
+    """A fleet that can also run batches through decoder stacks."""
 
-    def may_run(
-        self, stack: Stack, sequences: int, sequence: int, is_trained: bool, *, must: bool = False
-    ) -> str | None:
-        """None if it can and, unless it must, is worth it; else why not, which the fleet has told already."""
+    def choose_pass(self, work: PassWork, local: Local = ..., *, must: bool = False) -> PassChoice:
+        """Choose the devices to hold the layers for such a batch, or say why not, which the fleet has reported."""
         ...
 
-    def run(self, stack: Stack, batch: Batch) -> Pass: ...
+    def run(self, decoder: Decoder, batch: Batch[Any], plan: ResidentPlan | None) -> Pass: ...
 
     def wait(self, future: Future[_Result]) -> _Result: ...
 
 
+class Pass(Protocol):
+    """A batch running through a decoder on the fleet."""
+
+    @property
+    def outputs(self) -> Future[Matrix]:
+        """tokens x hidden; with a head tokens x 1: the loss per row, 0 without a target."""
+        ...
+
+    def backward(self, dy: Matrix | None) -> Future[Gradients]:
+        """Return gradients. `dy` is tokens x hidden; None with a head, as `scales` are known and backward has begun."""
+        ...
+
+    def arrivals(self) -> Iterator[tuple[int, Matrix]]:
+        """Yield gradients of a piecemeal batch as they complete; not always of all parameters, which `backward` has."""
+        ...
+
+    def publish(self, parameter: int, operand: Any) -> None:
+        """Send new values of a parameter to the devices that hold it, which need them next."""
+        ...
+
+
 class UnfitError(Exception):
-    """A reason why a batch is nothing for a stack."""
+    """The reason why a batch cannot run as a stack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Targets:
+    """Labels of a batch, one row per token."""
+
     words: Matrix
-    """tokens x 1: negative where there is none"""
+    """tokens x 1: target token, negative where there is none."""
     scales: Matrix
-    """tokens x 1: what a row's loss counts in the loss"""
+    """tokens x 1: weight of each row in the loss."""
 
 
 def run(
@@ -62,9 +86,10 @@ def run(
     rotary: Matrix | None,
     targets: Targets | None,
     is_trained: bool,
+    plan: ResidentPlan | None,
     overlap: Overlap | None = None,
 ) -> torch.Tensor:
-    """What leaves the stack, in the shape and dtype of x; with targets the loss."""
+    """Return the output of the stack, in the shape and dtype of `x`; with targets, the loss."""
     batch = Batch(
         x=_matrix(x),
         sequences=x.shape[0],
@@ -78,7 +103,7 @@ def run(
         wants_dx=is_trained and x.requires_grad,
         is_piecemeal=overlap is not None and any(one in overlap for one in description.parameters),
     )
-    return _Stack.apply(fleet, weights, overlap, description, batch, x, *description.parameters)  # type: ignore[no-any-return]
+    return _Stack.apply(fleet, weights, overlap, description, batch, plan, x, *description.parameters)  # type: ignore[no-any-return]
 
 
 def _operands(fleet: Columns, weights: Weights, description: Description) -> tuple[Any, ...]:
@@ -86,7 +111,7 @@ def _operands(fleet: Columns, weights: Weights, description: Description) -> tup
 
 
 def _format(fleet: Columns, parameter: torch.Tensor) -> WireFormat:
-    """Vectors are few, and norms sensitive, so those travel as they are."""
+    """Return the wire format of a parameter; vectors are few and norms sensitive, so those keep their precision."""
     return wire_format(fleet, compute_dtype(parameter)) if parameter.dim() > 1 else HALVES.get(parameter.dtype, "fp32")
 
 
@@ -98,16 +123,17 @@ class _Stack(torch.autograd.Function):
         weights: Weights,
         overlap: Overlap | None,
         description: Description,
-        batch: Batch,
+        batch: Batch[Any],
+        plan: ResidentPlan | None,
         x: torch.Tensor,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        running = fleet.run(description.stack, batch)
+        running = fleet.run(description.stack, batch, plan)
         outputs = torch.from_numpy(fleet.wait(running.outputs))
         if batch.is_trained:
-            ctx.save_for_backward(x, *parameters)  # so that torch notices who writes into them before backward
+            ctx.save_for_backward(x, *parameters)  # lets torch detect writes to them before backward
             ctx.fleet, ctx.description, ctx.batch, ctx.running = fleet, description, batch, running
-            ctx.weights, ctx.overlap = weights, overlap
+            ctx.weights, ctx.overlap, ctx.plan = weights, overlap, plan
         if batch.scales is not None:
             return torch.sum(outputs * torch.from_numpy(batch.scales), dtype=torch.float64).to(x.device, torch.float32)
         return outputs.view(x.shape).to(x.device, x.dtype)
@@ -116,13 +142,13 @@ class _Stack(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         fleet: Columns = ctx.fleet
-        batch: Batch = ctx.batch
+        batch: Batch[Any] = ctx.batch
         x, *_ = ctx.saved_tensors
         running: Pass | None = ctx.running
-        if running is None:  # a pass has one backward: who retains the graph for another starts anew
+        if running is None:  # a pass has one backward; a retained graph needs another pass
             batch = replace(batch, operands=_operands(fleet, ctx.weights, ctx.description))
-            running = fleet.run(ctx.description.stack, batch)
-        ctx.running, ctx.batch = None, replace(batch, operands=())  # who keeps the loss does not keep the weights
+            running = fleet.run(ctx.description.stack, batch, ctx.plan)
+        ctx.running, ctx.batch = None, replace(batch, operands=())  # a kept loss must not keep the weights
         is_loss = batch.scales is not None
         returned = running.backward(None if is_loss else _matrix(grad))
         scale = grad.item() if is_loss else 1.0
@@ -145,18 +171,18 @@ class _Stack(torch.autograd.Function):
             None if number in updated else like(parameter, gradients.parameters[number])
             for number, parameter in enumerate(ctx.description.parameters)
         )
-        return None, None, None, None, None, like(x, gradients.dx), *own
+        return None, None, None, None, None, None, like(x, gradients.dx), *own
 
 
 def _matrix(tensor: torch.Tensor) -> Matrix:
     return tensor.detach().cpu().reshape(-1, tensor.shape[-1]).float().contiguous().numpy()
 
 
-# ------------------------------------------------------------------------------------------------ what a batch says
+# ------------------------------------------------------------------------------------------------ inputs of a batch
 
 
 def padding(mask: torch.Tensor | None, x: torch.Tensor, window: int | None, attention: str) -> Matrix | None:
-    """Which keys are padding, read from the mask a layer gets: causal, within the window, and nothing else."""
+    """Extract padding from a layer's mask, which must otherwise be exactly causal within the window; None if none."""
     sequences, sequence = x.shape[:2]
     if mask is None:
         if attention != "sdpa":
@@ -167,7 +193,7 @@ def padding(mask: torch.Tensor | None, x: torch.Tensor, window: int | None, atte
     is_additive = mask.dtype != torch.bool
     if is_additive and not ((mask == 0) | (mask <= torch.finfo(mask.dtype).min / 2)).all():
         raise UnfitError("its mask adds to scores, which is more than causal and padding")
-    visible = (mask == 0 if is_additive else mask)[:, 0].cpu().numpy()  # numpy compares many times faster than torch
+    visible = (mask == 0 if is_additive else mask)[:, 0].cpu().numpy()  # numpy compares far faster than torch
     is_real = visible.diagonal(axis1=1, axis2=2).copy()
     position = np.arange(sequence)
     causal = position[:, None] >= position
@@ -183,7 +209,7 @@ def padding(mask: torch.Tensor | None, x: torch.Tensor, window: int | None, atte
 
 
 def rotary_table(tables: tuple[torch.Tensor, torch.Tensor], head_dim: int) -> Matrix:
-    """Cosines beside sines; once for all sequences if they have the same positions."""
+    """Return cosines beside sines, only once if all sequences have the same positions."""
     cosines, sines = tables
     if cosines.dim() != 3 or cosines.shape[-1] != head_dim or cosines.shape != sines.shape:
         raise UnfitError(f"its rotary tables are {tuple(cosines.shape)}, expected sequences x rows x {head_dim}")
@@ -201,7 +227,7 @@ def targets_of(
     shift_labels: torch.Tensor | None = None,
     **_: object,
 ) -> Targets | None:
-    """Labels as transformers' `ForCausalLMLoss` reads them; None where torch itself should raise or give NaN."""
+    """Read labels as transformers' `ForCausalLMLoss` does; None where torch itself should raise or return NaN."""
     words = shift_labels
     if words is None:
         words = torch.nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]

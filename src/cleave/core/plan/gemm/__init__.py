@@ -1,1 +1,1 @@
-"""Cut matrix products into blocks for devices."""
+"""Plan matrix products: cut them into blocks and assign those to devices."""

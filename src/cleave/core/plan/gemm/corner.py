@@ -1,7 +1,7 @@
-"""2D with one device far larger than the rest: its block in a corner, and two sheets of columns for the L around it.
+"""2D plans with one dominant device: its block in a corner, and two sheets of columns for the L around it.
 
-In a plain column such a device would get a long thin block. Here its block may be near a square; below it, as wide as
-the block, lies one sheet, beside both of them the other. The three areas are shifted until all finish together.
+In a plain column such a device would get a long thin block. Here its block can be nearly square; one sheet of the same
+width lies below it, the other beside both. The three areas are adjusted until all finish together.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from cleave.core.plan.gemm.sheets import Layout, Sheets, balance, cut, settle
 from cleave.core.plan.gemm.tiling import Tiling, from_columns, join
 
 LARGE = 0.08
-"""Share of the output from which on a device deserves a corner."""
+"""Smallest share of the output for which a device gets a corner."""
 _SHIFTS = (-1, 0, 1)
 _TURNS = 10
-_LEAST = 8  # sides below this leave no room for an L
+_MIN_SIDE = 8  # shorter sides leave no room for an L
 _BELOW, _BESIDE = 0, 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Corner:
-    """Block rows x cols of the large device; what remains is below it and beside both."""
+    """The block of the large device; the rest lies below it and beside both."""
 
     rows: float
     cols: float
@@ -36,7 +36,7 @@ class _Corner:
 
 @dataclass(frozen=True, slots=True)
 class _Sheet:
-    """The best way found to cover one of the two: which variant, in which columns."""
+    """The best cover found for one of the two sheets."""
 
     layout: Layout
     widths: Floats
@@ -45,11 +45,11 @@ class _Sheet:
 
 
 def plan_corner(unit: UnitCosts, rows: int, cols: int, inner: int, target_s: float) -> tuple[Tiling, float] | None:
-    """None where no device is large enough, or the L cannot be covered."""
+    """Return a tiling with a corner and its finish; None if no device is large enough or the L cannot be covered."""
     areas = area_within(unit, target_s * 1.01, float(min(rows, cols)), float(max(rows, cols)), float(inner))
     large, total = int(areas.argmax()), float(rows) * cols
     others = np.flatnonzero((areas >= 1.0) & (np.arange(len(unit)) != large))
-    if not LARGE * total <= areas[large] <= 0.9 * total or len(others) < 2 or min(rows, cols) < _LEAST:
+    if not LARGE * total <= areas[large] <= 0.9 * total or len(others) < 2 or min(rows, cols) < _MIN_SIDE:
         return None
     share = np.array([areas[large], 0.0, 0.0]) / total
     side = min(float(np.sqrt(areas[large])), 0.9 * rows, 0.9 * cols)
@@ -63,8 +63,10 @@ def plan_corner(unit: UnitCosts, rows: int, cols: int, inner: int, target_s: flo
             _cover(unit, group, size, inner, areas, target_s)
             for group, size in zip(groups, corner.sizes(rows, cols), strict=True)
         ]
-        own = finish_s(unit.take(np.array([large])), np.array([corner.rows]), np.array([corner.cols]), float(inner))
-        times = np.array([own[0], found[_BELOW].finish_s, found[_BESIDE].finish_s])
+        corner_s = finish_s(
+            unit.take(np.array([large])), np.array([corner.rows]), np.array([corner.cols]), float(inner)
+        )
+        times = np.array([corner_s[0], found[_BELOW].finish_s, found[_BESIDE].finish_s])
         if best is None or times.max() < best[0]:
             best = float(times.max()), corner, found
         times = np.where(np.isfinite(times), times, 2 * target_s)
@@ -75,11 +77,11 @@ def plan_corner(unit: UnitCosts, rows: int, cols: int, inner: int, target_s: flo
     assert best is not None
     if not np.isfinite(best[0]):
         return None
-    return _settled(unit, large, rows, cols, inner, best[1], best[2])
+    return _settle(unit, large, rows, cols, inner, best[1], best[2])
 
 
 def _deal(areas: Floats, others: Ints, part: float) -> list[Ints]:
-    """Two groups of devices, large and small ones in both, whose areas are as `part` to the rest."""
+    """Split devices into two groups, large and small in both, the first with a share `part` of the area."""
     order = others[np.argsort(-areas[others], kind="stable")]
     turns = np.cumsum(areas[order]) * part / areas[order].mean() + 0.5
     first = np.floor(turns) > np.floor(np.append(0.5, turns[:-1]))
@@ -91,26 +93,26 @@ def _deal(areas: Floats, others: Ints, part: float) -> list[Ints]:
 def _cover(
     unit: UnitCosts, devices: Ints, size: tuple[float, float], inner: int, areas: Floats, target_s: float
 ) -> _Sheet:
-    """One sheet both ways and with a few numbers of columns; the best."""
+    """Cover a sheet in both orientations and with a few numbers of columns; return the best."""
     tall, wide = size
     lengths = np.repeat([tall, wide], len(_SHIFTS))
     widths = np.repeat([wide, tall], len(_SHIFTS))
     count = len(lengths)
     sheets = Sheets("inner-side-side", lengths, widths, np.full(count, float(inner)))
     sheet, many = np.repeat(np.arange(count), len(devices)), np.tile(devices, count)
-    suited = np.clip(np.sqrt(areas[many]), 1e-3, widths[sheet])
-    length = np.clip(areas[many] / suited, 1e-6, lengths[sheet])
-    layout, start = cut(sheets, many, sheet, length, suited, np.tile(_SHIFTS, 2))
+    best_width = np.clip(np.sqrt(areas[many]), 1e-3, widths[sheet])
+    length = np.clip(areas[many] / best_width, 1e-6, lengths[sheet])
+    layout, start = cut(sheets, many, sheet, length, best_width, np.tile(_SHIFTS, 2))
     found, times = balance(unit, layout, sheets, np.full(count, target_s * 1.02), start, 8)
     best = int(times.argmin())
     alone, columns = layout.only(best, best + 1)
     return _Sheet(alone, found[columns], float(times[best]), best >= len(_SHIFTS))
 
 
-def _settled(
+def _settle(
     unit: UnitCosts, large: int, rows: int, cols: int, inner: int, corner: _Corner, found: list[_Sheet]
 ) -> tuple[Tiling, float] | None:
-    """Whole numbers: the corner rounded, each sheet settled in what is left."""
+    """Round to whole numbers: first the corner, then each sheet in what is left."""
     high, wide = round(corner.rows), round(corner.cols)
     alone = unit.take(np.array([large]))
     if not (1 <= high < rows and 1 <= wide < cols) or high > rows_that_fit(alone, float(wide), float(inner))[0]:

@@ -1,14 +1,14 @@
-"""How one linear layer's three gemms, or one product alone, are cut over a live fleet.
+"""Plan the three gemms of one linear layer, or one product alone, over a live fleet.
 
 Y = X W^T, dX = dY W, dW = dY^T X share operands. Two ways to cut them are compared by the cost model:
 
-- **rows**: each device takes some of the tokens through the whole of W. W travels once and stays, the rows of X and dY
-  that a device received for Y and dX are those it needs for dW, and only partial sums of dW come back. Per token a
-  device is busy with the slowest of its links and its compute, so shares follow by water-filling.
-- **blocks**: `plan_gemm` cuts each gemm by itself. It moves more, but needs no device to hold all of W and returns no
-  partial sums: what large fleets on slow links, or small memories, call for.
+- **rows**: each device takes some of the tokens through all of W. W travels once and stays; the rows of X and dY that a
+  device received for Y and dX are those it needs for dW; and only partial sums of dW come back. Per token a device is
+  busy for the longest of download, compute and upload, so shares follow by water-filling.
+- **blocks**: `plan_gemm` cuts each gemm separately. It moves more bytes, but no device has to hold all of W and no
+  partial sums come back: better for large fleets on slow links, or for small memories.
 
-Plans depend on sizes and profiles alone, so equal layers share one and a row always meets the same device.
+Plans depend on sizes and profiles only, so equal layers share one and a row always goes to the same device.
 """
 
 from __future__ import annotations
@@ -20,75 +20,64 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from cleave.core.cost.bound import bound_2d
-from cleave.core.cost.gemm import (
-    DEVICE_BYTES,
-    WIRE_BYTES,
-    Server,
-    WireFormat,
-    finish_s,
-    row_costs_s,
-    rows_beside_weights,
-    unit_costs,
-)
-from cleave.core.fleet.profiles import Floats, Ints, Profiles
-from cleave.core.model.gemms import Gemm, Role
+from cleave.core.cost.gemm import finish_s, held_bytes, row_costs_s, rows_beside_weights, unit_costs
+from cleave.core.cost.rates import Server
+from cleave.core.cost.wire import DEVICE_BYTES, WIRE_BYTES, WireFormat
+from cleave.core.fleet.profiles import DeviceId, Floats, Ints, Profiles
+from cleave.core.model.decoder import Range
+from cleave.core.model.gemms import Linear, Role
 from cleave.core.plan.gemm.product import plan_gemm
 from cleave.errors import InfeasibleError
 
-_WORTH_SEARCHING = 1.15  # rows are kept unless blocks could be, and are, this much faster: plans should be steady
+_MIN_SPEEDUP = 1.15  # blocks must be this much faster than rows, which keeps plans stable
+
+
+class Extent(NamedTuple):
+    """A box of a gemm: some rows and columns of the output, over some of the inner dimension."""
+
+    rows: Range
+    cols: Range
+    inner: Range
 
 
 class Block(NamedTuple):
-    device: int
-    rows: tuple[int, int]
-    cols: tuple[int, int]
-    inner: tuple[int, int]
+    """An extent, and the device that computes it."""
+
+    device: DeviceId
+    rows: Range
+    cols: Range
+    inner: Range
+
+    @property
+    def extent(self) -> Extent:
+        return Extent(self.rows, self.cols, self.inner)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearPlan:
+    """Blocks and predicted time of each gemm of a layer."""
+
     way: Literal["rows", "blocks"]
     blocks: dict[Role, tuple[Block, ...]]
     seconds: dict[Role, float]
-    """Predicted, from the first byte down to the last byte up."""
+    """Predicted, from the first byte sent to the last byte received."""
 
     @property
     def total_s(self) -> float:
         return sum(self.seconds.values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
-    """One layer, or several that read the same X side by side."""
-
-    tokens: int
-    in_width: int
-    out_width: int
-    roles: tuple[Role, ...] = ("forward", "grad_input", "grad_weight")
-    """Those that are wanted, in the order in which they come."""
-
-    @property
-    def gemms(self) -> dict[Role, Gemm]:
-        m, n, k = self.tokens, self.out_width, self.in_width
-        gemms: dict[Role, Gemm] = {
-            "forward": Gemm(m=m, n=n, k=k),
-            "grad_input": Gemm(m=m, n=k, k=n),
-            "grad_weight": Gemm(m=n, n=k, k=m),
-        }
-        return {role: gemms[role] for role in self.roles}
-
-
 def plan_linear(profiles: Profiles, linear: Linear, wire: WireFormat, *, search: bool = True) -> LinearPlan:
-    """The faster of both ways; InfeasibleError where no device can hold even the smallest block.
+    """Return the faster of both ways. Raises InfeasibleError if no device can hold even the smallest block.
 
-    Without `search`, rows wherever they fit: good enough for a piece of work that must go on at once.
+    Without `search`, use rows wherever they fit: good enough for work that must be reassigned at once.
     """
     rows = _by_rows(profiles, linear, wire)
     if rows is not None and not search:
         return rows
-    unit = unit_costs(_as_held(profiles, wire), wire, Server())
+    unit = unit_costs(_in_wire_bytes(profiles, wire), wire, Server())
     least_s = sum(bound_2d(unit, gemm, Server()) for gemm in linear.gemms.values())
-    if rows is not None and rows.total_s <= least_s * _WORTH_SEARCHING:
+    if rows is not None and rows.total_s <= least_s * _MIN_SPEEDUP:
         return rows
     try:
         blocks = _by_blocks(profiles, linear, wire)
@@ -96,17 +85,17 @@ def plan_linear(profiles: Profiles, linear: Linear, wire: WireFormat, *, search:
         if rows is None:
             raise
         return rows
-    return blocks if rows is None or blocks.total_s * _WORTH_SEARCHING < rows.total_s else rows
+    return blocks if rows is None or blocks.total_s * _MIN_SPEEDUP < rows.total_s else rows
 
 
 def _by_rows(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPlan | None:
-    """None where no device holds W whole beside some tokens, and their results."""
+    """Cut by rows; None if too few devices can hold all of W beside some tokens and their results."""
     k, n = linear.in_width, linear.out_width
     unit = unit_costs(profiles, wire, Server())
     roles = linear.roles
     per_row, fixed = row_costs_s(unit, k, n)
     if roles[0] != "grad_weight":
-        fixed[roles[0]] = fixed[roles[0]] + unit.down_s * (k * n)  # W comes with whoever needs it first
+        fixed[roles[0]] = fixed[roles[0]] + unit.down_s * (k * n)  # the first gemm that needs W brings it along
 
     def total(of: dict[Role, Floats]) -> Floats:
         return np.sum([of[role] for role in roles], axis=0)
@@ -118,8 +107,8 @@ def _by_rows(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPlan
     ends = np.cumsum(shares)
     used = np.flatnonzero(shares)
     blocks: dict[Role, list[Block]] = {role: [] for role in roles}
-    for device in used.tolist():
-        tokens = (int(ends[device] - shares[device]), int(ends[device]))
+    for number in used.tolist():
+        device, tokens = DeviceId(profiles.names[number]), (int(ends[number] - shares[number]), int(ends[number]))
         cuts: dict[Role, Block] = {
             "forward": Block(device, tokens, (0, n), (0, k)),
             "grad_input": Block(device, tokens, (0, k), (0, n)),
@@ -128,7 +117,7 @@ def _by_rows(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPlan
         for role in roles:
             blocks[role].append(cuts[role])
     taken = {role: fixed[role] + shares * per_row[role] for role in roles}
-    if roles[0] != "grad_weight":  # W arrives with the rows, strip by strip, and is multiplied as it comes
+    if roles[0] != "grad_weight":  # W arrives strip by strip with the rows, overlapping with compute
         wide, inner = (n, k) if roles[0] == "forward" else (k, n)
         taken[roles[0]] = finish_s(unit, shares.astype(np.float64), np.full(len(unit), float(wide)), float(inner))
     return LinearPlan(
@@ -139,9 +128,9 @@ def _by_rows(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPlan
 
 
 def fill(rows: int, fixed_s: Floats, row_s: Floats, most: Floats) -> Ints | None:
-    """Whole rows for each device such that fixed + rows x row_s ends as soon as it can; None if `most` is too little.
+    """Divide rows among devices so that max(fixed_s + rows x row_s) is least; None if `most` does not suffice.
 
-    The level T with sum min((T - fixed)/row, most) = rows, by bisection, as each device's rows grow with T.
+    Water-filling: bisect for the level T with sum of min((T - fixed) / row, most) = rows, as rows grow with T.
     """
     if most.sum() < rows:
         return None
@@ -156,9 +145,9 @@ def fill(rows: int, fixed_s: Floats, row_s: Floats, most: Floats) -> Ints | None
     exact = filled(high)
     shares = np.floor(exact).astype(np.int64)
     left = rows - int(shares.sum())
-    # one by one to whoever ends soonest with it: a fast device may take several while a slow one does its first
-    open_to = np.flatnonzero(shares + 1 <= most)
-    ends = [(float(fixed_s[i] + row_s[i] * (shares[i] + 1)), int(i)) for i in open_to]
+    # Each leftover row goes to the device that would finish it first, which may be a fast one several times.
+    extendable = np.flatnonzero(shares + 1 <= most)
+    ends = [(float(fixed_s[i] + row_s[i] * (shares[i] + 1)), int(i)) for i in extendable]
     heapq.heapify(ends)
     for _ in range(left):
         end, i = ends[0]
@@ -171,8 +160,8 @@ def fill(rows: int, fixed_s: Floats, row_s: Floats, most: Floats) -> Ints | None
 
 
 def _by_blocks(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPlan:
-    scaled = _as_held(profiles, wire)
-    held_bytes: list[float] = (profiles.memory_bytes / 2).tolist()  # the next block arrives while one is computed
+    scaled, names = _in_wire_bytes(profiles, wire), [DeviceId(name) for name in profiles.names]
+    room_bytes: list[float] = (profiles.memory_bytes / 2).tolist()  # the next block arrives while one is computed
     blocks: dict[Role, tuple[Block, ...]] = {}
     seconds: dict[Role, float] = {}
     for role, gemm in linear.gemms.items():
@@ -183,16 +172,16 @@ def _by_blocks(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPl
         blocks[role] = tuple(
             piece
             for device, (r0, r1), (c0, c1), (k0, k1) in zip(*(column.tolist() for column in columns), strict=True)
-            for piece in fit(Block(int(device), (r0, r1), (c0, c1), (k0, k1)), held_bytes[int(device)])
+            for piece in fit(Block(names[int(device)], (r0, r1), (c0, c1), (k0, k1)), room_bytes[int(device)])
         )
         seconds[role] = plan.makespan_s
     return LinearPlan(way="blocks", blocks=blocks, seconds=seconds)
 
 
 def fit(block: Block, memory_bytes: float) -> list[Block]:
-    """A block as it is, or in pieces whose operands and result fit into the memory, halving its longest side."""
+    """Halve a block along its longest side until operands and result of every piece fit into the memory."""
     a, c, k = (end - start for start, end in (block.rows, block.cols, block.inner))
-    if DEVICE_BYTES * (a * k + k * c + a * c) <= memory_bytes or (a, c, k) == (1, 1, 1):
+    if held_bytes(a, c, k) <= memory_bytes or (a, c, k) == (1, 1, 1):
         return [block]
     longest = max((a, "rows"), (c, "cols"), (k, "inner"))[1]
     start, end = getattr(block, longest)
@@ -201,8 +190,8 @@ def fit(block: Block, memory_bytes: float) -> list[Block]:
     return [piece for half in halves for piece in fit(half, memory_bytes)]
 
 
-def _as_held(profiles: Profiles, wire: WireFormat) -> Profiles:
-    """Memory as the planner counts it, in bytes of the wire, where devices hold fp32."""
+def _in_wire_bytes(profiles: Profiles, wire: WireFormat) -> Profiles:
+    """Scale memory to the planner's unit: it counts wire bytes, while devices hold fp32."""
     return Profiles(
         names=profiles.names,
         flops_per_s=profiles.flops_per_s,
@@ -211,10 +200,3 @@ def _as_held(profiles: Profiles, wire: WireFormat) -> Profiles:
         latency_s=profiles.latency_s,
         memory_bytes=profiles.memory_bytes * (WIRE_BYTES[wire] / DEVICE_BYTES),
     )
-
-
-def moved_bytes(linear: Linear, devices: int, wire: WireFormat) -> tuple[float, float]:
-    """Of a layer cut by rows: X and dY down and W to every device; Y and dX up, and a partial sum of dW from each."""
-    rows = linear.tokens * (linear.in_width + linear.out_width)
-    weights = devices * linear.in_width * linear.out_width if "grad_weight" in linear.roles else 0
-    return WIRE_BYTES[wire] * (rows + weights), WIRE_BYTES[wire] * (rows + weights)

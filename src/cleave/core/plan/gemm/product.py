@@ -1,9 +1,10 @@
-"""Which device does which block of one gemm.
+"""Plan one gemm: assign blocks of it to devices.
 
-2D and 3D plans are made where they can pay and the faster one is kept. Under a server cap devices have a price: those
-worth most are selected (`bound.by_worth`), just as many as balance the devices' time against the server's. A fleet
-whose memory cannot hold the output at once works in rounds. Whoever gets no block is left out, with the reason. A plan
-knows profiles and costs, not sockets or ledgers; `repair` mends it when devices leave or join.
+2D and 3D plans are computed where they can pay off, and the faster one is kept. If the server's links are capped, each
+device has a price: the most worthwhile are selected (`bound.by_worth`), just enough to balance the devices' time
+against the server's. A fleet whose memory cannot hold the output at once works in rounds. Devices without a block are
+reported as left out, with the reason. A plan knows profiles and costs, not sockets or ledgers; `repair` fixes it when
+devices leave or join.
 """
 
 from __future__ import annotations
@@ -15,16 +16,9 @@ from typing import Literal
 import numpy as np
 
 from cleave.core.cost.bound import bound_2d, bound_3d, by_worth, holds_at_once
-from cleave.core.cost.gemm import (
-    Limit,
-    Server,
-    UnitCosts,
-    WireFormat,
-    finish_s,
-    limiting,
-    rows_that_fit,
-    unit_costs,
-)
+from cleave.core.cost.gemm import Limit, UnitCosts, finish_s, limiting, rows_that_fit, unit_costs
+from cleave.core.cost.rates import Server
+from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Floats, Ints, Profiles
 from cleave.core.model.gemms import Gemm
 from cleave.core.plan.gemm.flat import plan_flat
@@ -33,38 +27,40 @@ from cleave.core.plan.gemm.tiling import Tiling, join
 from cleave.errors import InfeasibleError
 
 SERVER = "server"
-"""The name of the block that the server computes itself."""
+"""Device name of the block that the server computes itself."""
 
 Split = Literal["auto", "2d", "3d"]
 
-_WORTH_TRYING = 0.98  # a 3D plan is made only if its bound is this much below the 2D plan
-_CAP_BINDS = 1.1  # from here on, the whole fleet is too many
-_START = 64
-_AROUND = 3
-_MOST_ROUNDS = 1 << 16
+_WORTH_TRYING = 0.98  # a 3D plan is computed only if its bound is below this share of the 2D plan
+_CAP_BINDS = 1.1  # beyond this slowdown by the cap, using the whole fleet is not tried
+_FIRST_COUNT = 64
+_NEIGHBORS = 3
+_MAX_ROUNDS = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GemmPlan:
+    """Blocks of one gemm with their devices, and what they cost."""
+
     gemm: Gemm
     wire: WireFormat
     server: Server
     split: Literal["2d", "3d"]
     names: tuple[str, ...]
-    """of the devices that `tiling.device` numbers, and last of the server if it computes"""
+    """Devices by the numbers in `tiling.device`; the server comes last if it computes."""
     tiling: Tiling
     finish_s: Floats
-    """of each block, from the start of its round"""
+    """Finish of each block, from the start of its round."""
     down_bytes: Floats
     up_bytes: Floats
     makespan_s: float
     bound_s: float
-    """no plan of this split can be faster"""
+    """Lower bound for any plan of this split."""
     rounds: int
     limit: Limit
-    """what most of the devices' time goes to, or the server if its links are the last to finish"""
+    """The bottleneck: what takes most of the devices' time, or the server if its links finish last."""
     left_out: dict[str, str]
-    """device -> reason"""
+    """Reason per device without a block."""
 
     @property
     def ratio(self) -> float:
@@ -79,7 +75,7 @@ def plan_gemm(
     server: Server | None = None,
     split: Split = "auto",
 ) -> GemmPlan:
-    """The fastest plan found; raises InfeasibleError where not even the smallest block fits a device."""
+    """Return the fastest plan found. Raises InfeasibleError if not even the smallest block fits a device."""
     server = server or Server()
     unit = unit_costs(profiles, wire, server)
     _check_memory(unit, profiles, gemm)
@@ -95,18 +91,18 @@ def plan_gemm(
     if best is None:
         raise InfeasibleError(
             f"no plan fits gemm {gemm.m} x {gemm.n} x {gemm.k}: with {profiles.memory_bytes.max():.0f} bytes on the "
-            f"largest device it would take more than {_MOST_ROUNDS} rounds; add devices with more memory"
+            f"largest device it would take more than {_MAX_ROUNDS} rounds; add devices with more memory"
         )
     return _describe(profiles, unit, gemm, wire, server, best)
 
 
 def plan_alone(unit: UnitCosts, gemm: Gemm) -> tuple[Tiling, float] | None:
-    """A 2D tiling, in rounds where memory asks for it, without a word about it; for parts of a gemm."""
+    """Return just a 2D tiling and its time, in rounds if memory requires; for parts of a gemm."""
     found = _in_rounds(unit, gemm, Server(), "2d", bound_2d(unit, gemm, Server()))
     return (found.tiling, found.makespan_s) if found else None
 
 
-# ------------------------------------------------------------------------------------------------------ finding
+# ------------------------------------------------------------------------------------------------------ search
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +116,7 @@ class _Candidate:
 def _in_rounds(
     unit: UnitCosts, gemm: Gemm, server: Server, split: Literal["2d", "3d"], bound_s: float
 ) -> _Candidate | None:
-    """One round if the fleet's memory holds the output, else a grid of as few as it takes."""
+    """Plan one round if the fleet's memory holds the output, else a grid of as few rounds as possible."""
     down, across = 1, 1
     while True:
         heights, widths = _parts(gemm.m, down), _parts(gemm.n, across)
@@ -134,7 +130,7 @@ def _in_rounds(
         found = {size: plan for size, plan in plans.items() if plan}
         if len(found) == len(plans):
             break
-        if (down, across) == (gemm.m, gemm.n) or down * across >= _MOST_ROUNDS:
+        if (down, across) == (gemm.m, gemm.n) or down * across >= _MAX_ROUNDS:
             return None
         if gemm.m / down >= gemm.n / across:
             down = min(2 * down, gemm.m)
@@ -142,10 +138,10 @@ def _in_rounds(
             across = min(2 * across, gemm.n)
     tilings: list[Tiling] = []
     makespan_s = 0.0
-    for (top, a), (left, c) in product(_placed(heights), _placed(widths)):
+    for (top, a), (left, c) in product(_offsets(heights), _offsets(widths)):
         tilings.append(found[a, c][0].shifted(top, left, len(tilings)))
         makespan_s += found[a, c][1]
-    if len(tilings) > 1:  # memory aside: a true bound, if a loose one
+    if len(tilings) > 1:  # ignoring memory: a valid bound, if a loose one
         bound_s = _bound(unit.with_boundless_memory(), gemm, server, split)
     return _Candidate(split, join(tilings), makespan_s, bound_s)
 
@@ -154,15 +150,15 @@ def _parts(side: int, count: int) -> list[int]:
     return [(number + 1) * side // count - number * side // count for number in range(count)]
 
 
-def _placed(parts: list[int]) -> list[tuple[int, int]]:
-    """(start, size) of parts end to end."""
+def _offsets(parts: list[int]) -> list[tuple[int, int]]:
+    """(start, size) of parts laid end to end."""
     return list(zip([0, *accumulate(parts[:-1])], parts, strict=True))
 
 
 def _capped(
     unit: UnitCosts, gemm: Gemm, server: Server, split: Literal["2d", "3d"], bound_s: float
 ) -> tuple[Tiling, float] | None:
-    """The best plan under the server's caps: as many of the devices worth most as balance both sides."""
+    """Find the best plan under the server's caps, with all devices or with the most worthwhile ones."""
     if not np.isfinite(bound_s) or (split == "3d" and not holds_at_once(unit, gemm)):
         return None
     free_s = _bound(unit, gemm, Server(), split) if server.is_capped else bound_s
@@ -182,13 +178,13 @@ def _capped(
 def _select(
     unit: UnitCosts, gemm: Gemm, server: Server, split: Literal["2d", "3d"], bound_s: float
 ) -> tuple[Tiling, float] | None:
-    """The best number of devices: with more of them they finish sooner, but the server has more to send."""
+    """Search for the best number of devices: more of them finish sooner, but the server has more to send."""
     ranked = by_worth(unit, gemm, bound_s)
     best: tuple[Tiling, float] | None = None
     tried: set[int] = set()
 
     def attempt(count: int) -> float | None:
-        """How much longer the devices take than the server; None if so few cannot do it."""
+        """Return the ratio of the devices' time to the server's; None if so few devices cannot do it."""
         nonlocal best
         tried.add(count)
         some = unit.take(ranked[:count])
@@ -200,18 +196,18 @@ def _select(
             best = found[0], max(found[1], server_s)
         return found[1] / max(server_s, found[1] / 2)
 
-    few, many, count = 1, len(ranked), min(_START, len(ranked))
-    while few <= many and count not in tried:
-        longer = attempt(count)
-        if longer is None:
-            few, count = count + 1, min(2 * count, many)
+    low, high, count = 1, len(ranked), min(_FIRST_COUNT, len(ranked))
+    while low <= high and count not in tried:
+        ratio = attempt(count)
+        if ratio is None:
+            low, count = count + 1, min(2 * count, high)
             continue
-        few, many = (few, count - 1) if longer < 1 else (count + 1, many)
-        count = int(np.clip(count * longer, few, max(many, few)))
-    if best is not None:  # few devices, each a large share: the neighbours may fit better
+        low, high = (low, count - 1) if ratio < 1 else (count + 1, high)
+        count = int(np.clip(count * ratio, low, max(high, low)))
+    if best is not None:  # with few devices, neighboring counts may fit better
         middle = len(np.unique(best[0].device))
-        for count in range(middle - _AROUND, middle + _AROUND + 1):
-            if middle <= _START and 1 <= count <= len(ranked) and count not in tried:
+        for count in range(middle - _NEIGHBORS, middle + _NEIGHBORS + 1):
+            if middle <= _FIRST_COUNT and 1 <= count <= len(ranked) and count not in tried:
                 attempt(count)
     return best
 
@@ -232,12 +228,12 @@ def _plan(
 
 
 def _server_s(unit: UnitCosts, tiling: Tiling, server: Server) -> float:
-    """How long the server's links need for a plan's bytes."""
+    """Seconds that the server's links need for a plan's bytes."""
     down, up = tiling.transfers_bytes(unit)
     return float(max(down.sum() / server.down_bytes_per_s, up.sum() / server.up_bytes_per_s))
 
 
-# ------------------------------------------------------------------------------------------------------ telling
+# ------------------------------------------------------------------------------------------------------ result
 
 
 def _describe(
@@ -286,7 +282,7 @@ def _left_out(
         return {}
     some = unit.take(idle)
     one = np.ones(len(idle))
-    least = finish_s(some, one, one, float(gemm.k))
+    fastest_s = finish_s(some, one, one, float(gemm.k))
     fits = rows_that_fit(some, one, float(gemm.k)) >= 1
     reasons: dict[str, str] = {}
     for i, device in enumerate(idle.tolist()):
@@ -294,8 +290,8 @@ def _left_out(
             reason = f"memory: one row and column need more than its {some.memory_bytes[i] / 1e6:.0f} MB"
         elif some.latency_s[i] >= makespan_s:
             reason = f"latency: {some.latency_s[i]:.3g} s, and the others finish in {makespan_s:.3g} s"
-        elif least[i] >= makespan_s:
-            reason = f"too slow: one element takes it {least[i]:.3g} s, and the others finish in {makespan_s:.3g} s"
+        elif fastest_s[i] >= makespan_s:
+            reason = f"too slow: one element takes it {fastest_s[i]:.3g} s, and the others finish in {makespan_s:.3g} s"
         elif server.is_capped:
             reason = "server link: its bytes earn more with faster devices"
         else:

@@ -1,39 +1,42 @@
-"""Who takes over a block that a live device left, or is late with: whoever ends soonest.
+"""Reassign a block, in a live run, of a device that left or is late, to the devices that finish it soonest.
 
-Others may hold one of its operands already (mates of its column, or of its row) and then need only the lines of the
-other; some are busy for a while. The block is cut by rows or by columns, over all of them by water-filling with what
-each has to fetch and to finish first as its fixed cost, and the sooner of the two is taken. The offline twin of this,
-over whole tilings and thousands of devices, is `repair.py`.
+Some devices already hold one of its operands (mates in its column or row) and need only lines of the other; some have
+a backlog. The block is cut by rows or by columns, by water-filling over all devices, with the missing operand and the
+backlog as fixed costs, and the faster of the two cuts is used. `repair.py` is the offline counterpart for whole tilings
+and thousands of devices.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from cleave.core.cost.gemm import Server, UnitCosts, WireFormat, row_costs_s, rows_beside_weights, unit_costs
-from cleave.core.fleet.profiles import Bools, Floats, Ints, Profiles
-from cleave.core.plan.gemm.layer import Block, Linear, fill, plan_linear
+from cleave.core.cost.gemm import UnitCosts, row_costs_s, rows_beside_weights, unit_costs
+from cleave.core.cost.rates import Server
+from cleave.core.cost.wire import WireFormat
+from cleave.core.fleet.profiles import Bools, DeviceId, Floats, Ints, Profiles
+from cleave.core.model.gemms import Linear
+from cleave.core.plan.gemm.layer import Block, Extent, fill, plan_linear
 
 
 def plan_redo(
-    profiles: Profiles, block: Block, wire: WireFormat, *, holds_a: Bools, holds_b: Bools, backlog_s: Floats
+    profiles: Profiles, extent: Extent, wire: WireFormat, *, holds_a: Bools, holds_b: Bools, backlog_s: Floats
 ) -> list[Block]:
-    """The block in pieces for those of `profiles`; InfeasibleError where no device can hold even the smallest."""
+    """The extent in blocks for devices of `profiles`; InfeasibleError where none can hold even the smallest."""
     unit = unit_costs(profiles, wire, Server())
-    m, n, k = (end - start for start, end in (block.rows, block.cols, block.inner))
-    ways = (
+    m, n, k = (end - start for start, end in extent)
+    cuts = (
         ("rows", *_by_lines(unit, m, n, k, holds_b, backlog_s)),
         ("cols", *_by_lines(unit, n, m, k, holds_a, backlog_s)),
     )
-    side, shares, taken_s = min(ways, key=lambda way: way[2])
-    if shares is None or not np.isfinite(taken_s):
+    side, shares, finish_s = min(cuts, key=lambda cut: cut[2])
+    if shares is None or not np.isfinite(finish_s):
         linear = Linear(tokens=m, in_width=k, out_width=n, roles=("forward",))
-        return [_placed(part, block) for part in plan_linear(profiles, linear, wire, search=False).blocks["forward"]]
-    start = block.rows[0] if side == "rows" else block.cols[0]
+        return [_offset(part, extent) for part in plan_linear(profiles, linear, wire, search=False).blocks["forward"]]
+    start = extent.rows[0] if side == "rows" else extent.cols[0]
     ends = (start + np.cumsum(shares)).tolist()
     return [
-        block._replace(device=device, **{side: (end - share, end)})
-        for device, (share, end) in enumerate(zip(shares.tolist(), ends, strict=True))
+        Block(DeviceId(name), *extent._replace(**{side: (end - share, end)}))
+        for name, share, end in zip(profiles.names, shares.tolist(), ends, strict=True)
         if share
     ]
 
@@ -41,7 +44,7 @@ def plan_redo(
 def _by_lines(
     unit: UnitCosts, lines: int, across: int, inner: int, holds: Bools, backlog_s: Floats
 ) -> tuple[Ints | None, float]:
-    """Lines of each device, and when the last is done; what all of them need whole is held, or comes first."""
+    """Return lines per device and the finish of the last; devices without the shared operand fetch it first."""
     per_line, fixed = row_costs_s(unit, inner, across)
     line_s = per_line["forward"]
     fixed_s = fixed["forward"] + backlog_s + np.where(holds, 0.0, unit.down_s * (across * inner))
@@ -51,7 +54,7 @@ def _by_lines(
     return shares, float((fixed_s + line_s * shares)[shares > 0].max())
 
 
-def _placed(part: Block, block: Block) -> Block:
+def _offset(part: Block, extent: Extent) -> Block:
     (top, bottom), (left, right), (front, back) = part.rows, part.cols, part.inner
-    down, across, deep = block.rows[0], block.cols[0], block.inner[0]
+    down, across, deep = extent.rows[0], extent.cols[0], extent.inner[0]
     return Block(part.device, (top + down, bottom + down), (left + across, right + across), (front + deep, back + deep))

@@ -1,11 +1,11 @@
-"""Columns of blocks: who shares a strip, how wide it is, who takes how much of its length.
+"""Columns of blocks: which devices share a strip, how wide it is, and how its length is divided.
 
-A block has three dimensions, and so has the gemm: sheets are stacked in one, the columns of a sheet lie side by side in
-another, the devices of a column divide the third (`cost.Frame` says which is which). A 2D plan is one sheet as thick as
-the inner dimension. `cut` says who stands in which column, `balance` finds the widths at which all devices of a sheet
-finish at the same moment, `settle` rounds to whole numbers, again exactly. All work on many sheets at once: candidate
-layouts, or the slabs of a 3D plan. Adding a device to a column never hurts (it may take nothing), so a layout leaves
-nobody out; rounding does.
+Blocks and gemms have three dimensions: sheets are stacked in one, the columns of a sheet lie side by side in another,
+and the devices of a column divide the third (`cost.Frame` says which is which). A 2D plan is one sheet as thick as the
+inner dimension. `cut` assigns devices to columns, `balance` finds the widths at which all devices of a sheet finish
+together, and `settle` rounds to whole numbers, optimally per column. All of them work on many sheets at once: candidate
+layouts, or the slabs of a 3D plan. Adding a device to a column never hurts, as it may take nothing, so a layout uses
+every device; rounding may leave some out.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from cleave.core.cost.gemm import Frame, UnitCosts, reach, reach_and_slopes
 from cleave.core.fleet.profiles import Floats, Ints
 
-_WHOLE = 1 + 1e-9  # whole numbers survive a floating detour
-_CLOSE = 2e-3  # a sheet whose columns miss rows by more than this share has not converged
+_ROUNDING_SLACK = 1 + 1e-9  # keeps whole numbers whole despite floating-point error
+_CLOSE = 2e-3  # a sheet whose columns fall short by more than this share has not converged
 _PRECISION = 2e-5
 _WIDTH_TURNS = 6
 _NEVER_S = 1e12
@@ -28,19 +28,19 @@ _NEVER_S = 1e12
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Who stands where: entries (devices) in columns, columns in sheets; both ascending, none empty."""
+    """Assignment of entries (devices) to columns and of columns to sheets; both ascending, none empty."""
 
     devices: Ints
     column: Ints
-    """of each entry"""
+    """Column of each entry."""
     sheet: Ints
-    """of each column"""
+    """Sheet of each column."""
     column_starts: Ints
     sheet_starts: Ints
 
     @staticmethod
     def of(devices: Ints, key: Ints, keys_per_sheet: int) -> Layout:
-        """Entries of equal key form a column; key // keys_per_sheet is its sheet."""
+        """Build a layout: entries with equal keys form a column, in sheet key // keys_per_sheet."""
         order = np.argsort(key, kind="stable")
         present, column = np.unique(key[order], return_inverse=True)
         sheet = np.unique(present // keys_per_sheet, return_inverse=True)[1]
@@ -51,7 +51,7 @@ class Layout:
         return len(self.sheet_starts)
 
     def only(self, first: int, end: int) -> tuple[Layout, slice]:
-        """Some sheets alone, and where their columns are."""
+        """Return the layout of sheets `first` to `end` alone, and the slice of their columns."""
         columns = slice(*np.searchsorted(self.sheet, [first, end]))
         entries = slice(*np.searchsorted(self.column, [columns.start, columns.stop]))
         column, sheet = self.column[entries] - columns.start, self.sheet[columns] - first
@@ -60,15 +60,14 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Sheets:
-    """What is to be covered, and how the three dimensions of the gemm take part."""
+    """Sizes of sheets to cover, and how they map to the dimensions of the gemm."""
 
     frame: Frame
     length: Floats
-    """of each sheet: what the devices of a column divide"""
+    """Divided by the devices of a column; one entry per sheet, as in the others."""
     width: Floats
-    """of each sheet: what its columns divide"""
+    """Divided by the columns of a sheet."""
     thickness: Floats
-    """of each sheet"""
 
     @staticmethod
     def alike(frame: Frame, length: int, width: int, thickness: Floats) -> Sheets:
@@ -79,12 +78,12 @@ class Sheets:
 def cut(
     sheets: Sheets, devices: Ints, sheet: Ints, length: Floats, width: Floats, shift: Ints
 ) -> tuple[Layout, Floats]:
-    """Columns of similar devices: those of a sheet, widest first, cut into equal sums of lengths. With first widths.
+    """Cut sheets into columns of similar devices: widest first, with equal sums of lengths. Also return first widths.
 
-    `length` and `width` are those of the block that suits each device best. A device of side s in a column of width w
-    does w (2s - w) = s^2 - (s - w)^2 while its download binds: what it loses is second order in the mismatch, and
-    nothing in a column whose lengths add up. So the natural number of columns is the sum of lengths over the length
-    to cover; `shift` (per sheet) tries its neighbours.
+    `length` and `width` are those of the block that suits each device best. A device of best side s in a column of
+    width w does w (2s - w) = s^2 - (s - w)^2 while download is its bottleneck: the loss is second order in the
+    mismatch, and zero in a column whose lengths add up. So the natural number of columns is the sum of lengths over the
+    length to cover; `shift` (per sheet) tries neighboring numbers.
     """
     order = np.lexsort((-length, -width, sheet))
     devices, sheet, length, width = devices[order], sheet[order], length[order], width[order]
@@ -100,18 +99,18 @@ def cut(
 
 
 def mean_widths(layout: Layout, sheets: Sheets, width: Floats) -> Floats:
-    """The mean width of each column's entries, scaled to the sheet."""
-    crowd = np.diff(np.append(layout.column_starts, len(layout.column)))
-    return _scaled(np.add.reduceat(width, layout.column_starts) / crowd, layout, sheets.width)
+    """Mean width of each column's entries, scaled to fill the sheet."""
+    counts = np.diff(np.append(layout.column_starts, len(layout.column)))
+    return _scale_to(np.add.reduceat(width, layout.column_starts) / counts, layout, sheets.width)
 
 
 def balance(
     unit: UnitCosts, layout: Layout, sheets: Sheets, start_s: Floats, widths: Floats, turns: int
 ) -> tuple[Floats, Floats]:
-    """Real widths of all columns, and the moment at which each sheet finishes (infinite where it did not converge).
+    """Return real-valued column widths and the finish of each sheet, infinite if it did not converge.
 
-    Newton's method on all columns together. With S(w, t) the rows that a column's devices manage,
-    S + S_w dw + S_t dt = rows in each column and the widths of a sheet sum to its cols: one unknown dt per sheet.
+    Newton's method on all columns together. With S(w, t) the length that a column's devices cover in time t,
+    S + S_w dw + S_t dt = length in each column, and the widths of a sheet sum to its own: one unknown dt per sheet.
     """
     column, sheet = layout.column, layout.sheet
     entries, thickness = unit.take(layout.devices), sheets.thickness[sheet][column]
@@ -122,25 +121,25 @@ def balance(
         slope_t = np.add.reduceat(by_t, layout.column_starts)
         slope_w = np.minimum(np.add.reduceat(by_w, layout.column_starts), -1e-12)
         step = np.clip((sheets.length[sheet] - total) / slope_w, -0.5 * width, 0.5 * width)
-        give = np.maximum(-slope_t / slope_w, 1e-12)
+        gain = np.maximum(-slope_t / slope_w, 1e-12)
         missing = sheets.width - np.add.reduceat(width + step, layout.sheet_starts)
-        dt = np.clip(missing / np.add.reduceat(give, layout.sheet_starts), -0.3 * deadline, 0.5 * deadline)
+        dt = np.clip(missing / np.add.reduceat(gain, layout.sheet_starts), -0.3 * deadline, 0.5 * deadline)
         deadline += dt
-        width = np.maximum(width + np.clip(step + give * dt[sheet], -0.6 * width, width), 1e-3)
+        width = np.maximum(width + np.clip(step + gain * dt[sheet], -0.6 * width, width), 1e-3)
         if np.abs(dt / deadline).max() < _PRECISION / 2:
             break
-    width = _scaled(width, layout, sheets.width)
+    width = _scale_to(width, layout, sheets.width)
     each = reach(entries, deadline[sheet][column], width[column], thickness, sheets.frame)
     total = np.add.reduceat(each, layout.column_starts)
     short = np.minimum.reduceat(total / sheets.length[sheet], layout.sheet_starts) < 1 - _CLOSE
-    crowded = np.bincount(sheet) > sheets.width  # columns cannot be thinner than one
+    crowded = np.bincount(sheet) > sheets.width  # columns cannot be narrower than one
     return width, np.where(short | crowded, np.inf, deadline)
 
 
 def widths_within(
     unit: UnitCosts, devices: Ints, column: Ints, sheets: Sheets, deadline_s: float, widths: Floats
 ) -> Floats:
-    """How wide each column of one sheet may be for its devices to cover the length in time; 0 if they cannot."""
+    """Widest that each column of one sheet can be for its devices to cover the length in time; 0 if they cannot."""
     entries, starts, width, thickness = (
         unit.take(devices),
         _starts(column),
@@ -164,16 +163,16 @@ def settle(
     start_s: Floats,
     precision: float = _PRECISION,
 ) -> tuple[Ints, Ints, Floats] | None:
-    """Whole numbers from real widths: the best rounding of each column, then the best lengths in it.
+    """Round real widths to whole numbers: the best rounding of each column, then the best lengths in it.
 
-    Returns the width of each column, the length of each entry and the finish of each column; None where a sheet is
-    narrower than it has columns, or a column's devices can never hold its length. A coarser precision is three times
-    as fast, and rounds by the largest remainder.
+    Returns the width of each column, the length of each entry and the finish of each column; None if a sheet has more
+    columns than its width, or a column's devices can never hold its length. A coarser precision is three times as fast
+    and rounds by largest remainder.
     """
     sheet = layout.sheet
-    low = np.maximum(np.floor(widths * _WHOLE), 1.0)
+    low = np.maximum(np.floor(widths * _ROUNDING_SLACK), 1.0)
     spare = sheets.width - np.add.reduceat(low, layout.sheet_starts)
-    while (spare < 0).any():  # the minimum of one took too much
+    while (spare < 0).any():  # the minimum of one exceeded the width
         widest = np.lexsort((-low, sheet))[layout.sheet_starts]
         low[widest] -= spare < 0
         spare += spare < 0
@@ -190,7 +189,7 @@ def settle(
         return None
     thickness = sheets.thickness[sheet][layout.column]
     needs = sheets.length[sheet]
-    each = _whole(
+    each = _whole_lengths(
         unit.take(layout.devices),
         times[layout.column],
         low[layout.column],
@@ -198,13 +197,13 @@ def settle(
         sheets.frame,
         needs[layout.column],
     )
-    return low.astype(np.int64), trimmed(each, layout.column_starts, layout.column, needs), times
+    return low.astype(np.int64), trim_surplus(each, layout.column_starts, layout.column, needs), times
 
 
 def column_times(
     unit: UnitCosts, layout: Layout, sheets: Sheets, widths: Floats, start_s: Floats, precision: float
 ) -> Floats:
-    """The least finish of each column when its devices take whole lengths; infinite if memory forbids."""
+    """Earliest finish of each column with whole lengths; infinite if memory does not suffice."""
     column = layout.column
     entries, width, thickness = (
         unit.take(layout.devices),
@@ -215,7 +214,7 @@ def column_times(
     most = needs[column]
 
     def lengths(deadline: Floats) -> Floats:
-        return _whole(entries, deadline[column], width, thickness, sheets.frame, most)
+        return _whole_lengths(entries, deadline[column], width, thickness, sheets.frame, most)
 
     guess = np.where(np.isfinite(start_s), start_s, 1.0)[layout.sheet]
     return least_times(lengths, layout.column_starts, needs, guess, precision)
@@ -224,9 +223,9 @@ def column_times(
 def least_times(
     counts: Callable[[Floats], Floats], starts: Ints, needs: Floats, guess_s: Floats, precision: float
 ) -> Floats:
-    """The least time of each group of entries at which their counts add up to its need; infinite if they never do.
+    """Least time at which the counts of each group add up to its need; infinite if they never do.
 
-    `counts` gives every entry's count from the groups' times; groups begin at `starts`.
+    `counts` maps times per group to counts per entry; groups begin at `starts`.
     """
 
     def reached(times: Floats) -> NDArray[np.bool_]:
@@ -249,8 +248,8 @@ def least_times(
     return np.where(never, np.inf, high)
 
 
-def trimmed(counts: Floats, starts: Ints, group: Ints, needs: Floats) -> Ints:
-    """Take the surplus off the end of each group, where the weakest devices stand."""
+def trim_surplus(counts: Floats, starts: Ints, group: Ints, needs: Floats) -> Ints:
+    """Cut the surplus off the end of each group, where the weakest devices are."""
     ends = np.cumsum(counts)
     ends = np.minimum(ends - (ends - counts)[starts][group], needs[group])
     before = np.concatenate([[0.0], ends[:-1]])
@@ -258,24 +257,24 @@ def trimmed(counts: Floats, starts: Ints, group: Ints, needs: Floats) -> Ints:
     return (ends - before).astype(np.int64)
 
 
-def _whole(
+def _whole_lengths(
     entries: UnitCosts, deadline: Floats, width: Floats, thickness: Floats, frame: Frame, most: Floats
 ) -> Floats:
-    return np.floor(np.minimum(reach(entries, deadline, width, thickness, frame), most) * _WHOLE)
+    return np.floor(np.minimum(reach(entries, deadline, width, thickness, frame), most) * _ROUNDING_SLACK)
 
 
 def rank_within(values: Floats, group: Ints, starts: Ints) -> Ints:
-    """The rank of each value among those of its group, smallest first."""
+    """Rank of each value within its group, smallest first."""
     order = np.lexsort((values, group))
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order)) - starts[group[order]]
     return rank
 
 
-def _scaled(widths: Floats, layout: Layout, width: Floats) -> Floats:
+def _scale_to(widths: Floats, layout: Layout, width: Floats) -> Floats:
     return widths * (width / np.add.reduceat(widths, layout.sheet_starts))[layout.sheet]
 
 
 def _starts(group: Ints) -> Ints:
-    """Where each group begins in an ascending array of group numbers 0, 1, 2 ..."""
+    """Start of each group in an ascending array of group numbers 0, 1, 2, ..."""
     return np.searchsorted(group, np.arange(int(group[-1]) + 1))

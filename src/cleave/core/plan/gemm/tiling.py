@@ -1,4 +1,4 @@
-"""Blocks as numbers: which device does which rectangle of the output over which range of the inner dimension."""
+"""A tiling as arrays: the device, output rectangle and inner range of every block."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ ROWS, COLS, INNER = 0, 1, 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tiling:
-    """One entry per block in every column; ranges are half open, [start, end). Blocks of a round run at once."""
+    """One entry per block in every column; ranges are half-open, [start, end). Blocks of a round run concurrently."""
 
     device: Ints
     rows: Ints
-    """shape (blocks, 2), as are cols and inner"""
+    """Shape (blocks, 2), as are cols and inner."""
     cols: Ints
     inner: Ints
     round: Ints
     mates: Ints
-    """blocks of equal number stand in one column: they hold the same strip of one operand"""
+    """Blocks with equal numbers form a column: they hold the same strip of one operand."""
     along: Ints
-    """the axis that mates divide: ROWS, COLS or INNER"""
+    """Axis that mates divide: ROWS, COLS or INNER."""
 
     def __len__(self) -> int:
         return len(self.device)
@@ -44,7 +44,7 @@ class Tiling:
         return (self.inner[:, 1] - self.inner[:, 0]).astype(np.float64)
 
     def finish_s(self, unit: UnitCosts) -> Floats:
-        """Of each block, from the start of its round."""
+        """Finish of each block, from the start of its round."""
         return finish_s(unit.take(self.device), self.heights, self.widths, self.depths)
 
     def transfers_bytes(self, unit: UnitCosts) -> tuple[Floats, Floats]:
@@ -73,11 +73,11 @@ class Tiling:
         )
 
     def by(self, devices: Ints) -> Tiling:
-        """The same blocks, done by these devices."""
+        """Assign the same blocks to these devices."""
         return replace(self, device=devices)
 
     def narrowed(self, start: Ints, end: Ints) -> Tiling:
-        """A part of each block, along the axis its mates divide (rows where that is the inner one)."""
+        """Cut a part out of each block along the axis its mates divide, or along rows if that is the inner one."""
         across = self.along == COLS
         part = np.stack([start, end], axis=1)
         rows = np.where(across[:, None], self.rows, self.rows[:, :1] + part)
@@ -85,7 +85,7 @@ class Tiling:
         return replace(self, rows=rows, cols=cols)
 
     def placed_in(self, blocks: Tiling, which: Ints) -> Tiling:
-        """Blocks that cover other blocks (each the one it stands for), moved to where those are."""
+        """Move blocks into those of another tiling, `which` giving the block that each lies in."""
         return replace(
             self,
             rows=self.rows + blocks.rows[which, :1],
@@ -94,16 +94,16 @@ class Tiling:
         )
 
     def of_devices(self, devices: Ints) -> Tiling:
-        """Renumber: device i of this tiling is devices[i] of the caller."""
+        """Renumber devices: i becomes devices[i]."""
         return replace(self, device=devices[self.device])
 
     def shifted(self, rows: int, cols: int, round_: int) -> Tiling:
-        """The same blocks elsewhere in the output, in a later round."""
+        """Move blocks within the output and to a later round."""
         return replace(self, rows=self.rows + rows, cols=self.cols + cols, round=self.round + round_)
 
 
 def from_columns(layout: Layout, frame: Frame, widths: Ints, lengths: Ints, thickness: Ints) -> Tiling:
-    """The blocks of settled columns; entries of no length vanish."""
+    """Build the blocks of settled columns; entries without length are dropped."""
     column, sheet = layout.column, layout.sheet
     right = np.cumsum(widths)
     right -= (right - widths)[layout.sheet_starts][sheet]
@@ -132,7 +132,7 @@ def from_columns(layout: Layout, frame: Frame, widths: Ints, lengths: Ints, thic
 
 
 def join(tilings: list[Tiling]) -> Tiling:
-    """Blocks of several tilings together; columns stay apart."""
+    """Concatenate tilings; their columns stay separate."""
     offsets = np.cumsum([0] + [int(t.mates.max(initial=-1)) + 1 for t in tilings])
     return Tiling(
         device=np.concatenate([t.device for t in tilings]),

@@ -14,10 +14,10 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cleave.core.cost.gemm import Server
-from cleave.core.cost.resident import Stack, Units, units
+from cleave.core.cost.rates import Server
+from cleave.core.cost.resident import ShardCosts, SublayerSums, effective_flops_per_s, shard_costs
 from cleave.core.fleet.profiles import Bools, Floats, Ints, Profiles
-from cleave.core.plan.resident.stages import ColumnLimit, effective_flops_per_s
+from cleave.core.plan.resident.stages import ColumnLimit
 
 SLICES = (2, 3, 4, 6, 8, 10, 16, 20, 32, 40)
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160)
@@ -45,24 +45,26 @@ class Recipe:
     """the last columns may synchronise this much longer, as they end before the first ones and begin after them"""
 
 
-class Column(NamedTuple):
+class Group(NamedTuple):
+    """Devices that share the rows of a shard, by number."""
+
     devices: Ints
     rows: Floats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Run:
-    """A stage: sublayers first..first+count, by one column or one for each slice."""
+class StageCover:
+    """Sublayers first..first+count, with one group of devices, or one for each slice."""
 
     first: int
     count: int
     kind: int
-    columns: tuple[Column, ...]
+    groups: tuple[Group, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Cover:
-    runs: tuple[Run, ...]
+    stages: tuple[StageCover, ...]
     activation_s: float
     synchronisation_s: float
     """beyond what late columns do while the pipe fills and drains"""
@@ -80,11 +82,11 @@ class Cover:
 class Table:
     """Everything about a fleet and a stack that does not depend on the times asked for."""
 
-    stack: Stack
+    sums: SublayerSums
     profiles: Profiles
     rows: int
     chunk: int
-    of: Units
+    of: ShardCosts
     """one entry per kind of column"""
     whole: tuple[tuple[tuple[int, int], ...], ...]
     """per sublayer: (count, kind) of the columns that may begin there"""
@@ -109,15 +111,15 @@ class Table:
         return next(kind for size, kind in options if size == (count if slices == 1 else slices))
 
 
-def make_table(profiles: Profiles, stack: Stack, rows: int, chunk: int, *, is_held: bool) -> Table:
+def make_table(profiles: Profiles, sums: SublayerSums, rows: int, chunk: int, *, is_held: bool) -> Table:
     """`is_held`: weights stay from forward to backward; else they, and every x, travel twice."""
-    length = len(stack)
+    length = len(sums)
     counts = sorted({count for count in (*_COUNTS, length) if count <= length})
     kinds: dict[tuple[float, ...], int] = {}
     runs: list[tuple[int, int, int]] = []
 
     def kind(first: int, count: int, slices: int) -> int:
-        traits = (*(stack.sums[:, first + count] - stack.sums[:, first]).tolist(), slices)
+        traits = (*sums.traits(*np.array([[first], [count]])).ravel().tolist(), slices)
         if traits not in kinds:
             kinds[traits] = len(runs)
             runs.append((first, count, slices))
@@ -127,19 +129,19 @@ def make_table(profiles: Profiles, stack: Stack, rows: int, chunk: int, *, is_he
         tuple((count, kind(first, count, 1)) for count in counts if first + count <= length) for first in range(length)
     )
     sliced = tuple(
-        tuple((slices, kind(first, 1, slices)) for slices in SLICES if stack.sublayers[first].allows(slices))
+        tuple((slices, kind(first, 1, slices)) for slices in SLICES if sums.sublayers[first].allows(slices))
         for first in range(length)
     )
     first, count, slices = np.array(runs, dtype=np.int64).T
-    of = units(stack, first, count, slices, chunk=chunk)
+    of = shard_costs(sums, first, count, slices, chunk=chunk)
     down, up = profiles.down_bytes_per_s, profiles.up_bytes_per_s
-    flops = effective_flops_per_s(profiles.flops_per_s, chunk, stack.terms)
+    flops = effective_flops_per_s(profiles.flops_per_s, chunk, sums.terms)
     free = profiles.memory_bytes - of.memory_bytes[:, None]
     kept = np.maximum(free, 0.0) / of.kept_bytes_per_row[:, None] if is_held else 0.0
     row_s = np.maximum(of.up_bytes_per_row[:, None] / up, of.flops_per_row[:, None] / flops)
     times = 1 if is_held else 2
     return Table(
-        stack=stack,
+        sums=sums,
         profiles=profiles,
         rows=rows,
         chunk=chunk,
@@ -150,13 +152,13 @@ def make_table(profiles: Profiles, stack: Stack, rows: int, chunk: int, *, is_he
         down_s=(of.down_bytes_per_row + of.again_bytes_per_row)[:, None] / down,
         gained_s=kept * of.again_bytes_per_row[:, None] / down,
         fits=free >= 0,
-        sync_s=np.maximum(stack.terms.gradient_bytes / up, times * stack.terms.weight_bytes / down),
+        sync_s=np.maximum(sums.terms.gradient_bytes / up, times * sums.terms.weight_bytes / down),
         flops_per_s=flops,
         times=times,
     )
 
 
-def cover(table: Table, recipe: Recipe, seconds: float) -> tuple[Run, ...] | None:
+def cover(table: Table, recipe: Recipe, seconds: float) -> tuple[StageCover, ...] | None:
     """The columns that take the fewest devices, if the fleet can do it in `seconds` (without fill); else None."""
     activation_s, sync_s = seconds * (1 - recipe.sync_share), seconds * recipe.sync_share
     rows = _most_rows(table, activation_s)
@@ -173,7 +175,7 @@ def cover(table: Table, recipe: Recipe, seconds: float) -> tuple[Run, ...] | Non
         found = sums(kind, sublayer)
         return int(np.searchsorted(found, float(found[used]) + goal))
 
-    length, most = len(table.stack), len(order)
+    length, most = len(table.sums), len(order)
     nobody = most + 1
     needed, choice = [0] + [nobody] * length, [(0, 0, 0)] * (length + 1)
     for first in range(length):
@@ -199,13 +201,13 @@ def cover(table: Table, recipe: Recipe, seconds: float) -> tuple[Run, ...] | Non
                 needed[first + 1], choice[first + 1] = after, (first, kind, slices)
     if needed[length] >= nobody:
         return None
-    return _runs(table, order, choice, needed, sums, reach)
+    return _traced(table, order, choice, needed, sums, reach)
 
 
 def _most_rows(table: Table, activation_s: float) -> Floats:
     rows = np.minimum(activation_s / table.row_s, (activation_s + table.gained_s) / table.down_s)
     whole = table.of.takes_sequences
-    sequence = table.stack.sequence
+    sequence = table.sums.sequence
     rows[whole] = np.floor(rows[whole] / sequence + 1e-6) * sequence
     return np.where(table.fits, np.minimum(rows, table.rows), 0.0)
 
@@ -226,7 +228,7 @@ def _sorted(table: Table, recipe: Recipe, rows: Floats, sync_s: float) -> Ints:
 def _row_sums(table: Table, recipe: Recipe, rows: Floats, order: Ints, sync_s: float) -> Callable[[int, int], Floats]:
     """(kind, sublayer) -> rows that the first 0, 1, 2 ... devices can take in a column of that kind there."""
     sums: dict[tuple[int, int], Floats] = {}
-    length, number_s = len(table.stack), table.sync_s[order]
+    length, number_s = len(table.sums), table.sync_s[order]
 
     def found(kind: int, sublayer: int) -> Floats:
         bucket = _BUCKETS * sublayer // length
@@ -239,28 +241,28 @@ def _row_sums(table: Table, recipe: Recipe, rows: Floats, order: Ints, sync_s: f
     return found
 
 
-def _runs(
+def _traced(
     table: Table,
     order: Ints,
     choice: list[tuple[int, int, int]],
     needed: list[int],
     sums: Callable[[int, int], Floats],
     reach: Callable[[int, int, int], int],
-) -> tuple[Run, ...]:
-    runs: list[Run] = []
-    until = len(table.stack)
+) -> tuple[StageCover, ...]:
+    stages: list[StageCover] = []
+    until = len(table.sums)
     while until > 0:
         first, kind, slices = choice[until]
         used = needed[first]
-        columns: list[Column] = []
+        groups: list[Group] = []
         for _ in range(slices):
             after = reach(kind, used, first)
             taken = _trimmed(table, kind, np.diff(sums(kind, first)[used : after + 1]))
-            columns.append(Column(order[used:after][taken > 0], taken[taken > 0]))
+            groups.append(Group(order[used:after][taken > 0], taken[taken > 0]))
             used = after
-        runs.append(Run(first=first, count=until - first, kind=kind, columns=tuple(columns)))
+        stages.append(StageCover(first=first, count=until - first, kind=kind, groups=tuple(groups)))
         until = first
-    return tuple(reversed(runs))
+    return tuple(reversed(stages))
 
 
 def _trimmed(table: Table, kind: int, most: Floats) -> Floats:
@@ -268,24 +270,24 @@ def _trimmed(table: Table, kind: int, most: Floats) -> Floats:
     rows = most * (table.rows / most.sum())
     if not table.of.takes_sequences[kind]:
         return rows
-    sequence = table.stack.sequence
+    sequence = table.sums.sequence
     pieces = np.floor(rows / sequence + 1e-9)
     left = round(table.rows / sequence - pieces.sum())
     pieces[np.argsort(pieces - rows / sequence, kind="stable")[:left]] += 1
     return pieces * sequence
 
 
-def weigh(table: Table, runs: tuple[Run, ...], server: Server) -> Cover:
+def weigh(table: Table, stages: tuple[StageCover, ...], server: Server) -> Cover:
     """What these columns truly take: the busiest device, the fill, and what synchronisation adds."""
-    of, profiles, terms = table.of, table.profiles, table.stack.terms
-    row_bytes = table.stack.hidden * terms.activation_bytes
+    of, profiles, terms = table.of, table.profiles, table.sums.terms
+    row_bytes = table.sums.hidden * terms.activation_bytes
     link_s = 2 * row_bytes * (1 / profiles.down_bytes_per_s + 1 / profiles.up_bytes_per_s)
     activation_s = sync_s = fill_s = 0.0
     down = up = sync_down = sync_up = 0.0
     spent_s: dict[ColumnLimit, float] = {"up": 0.0, "down": 0.0, "compute": 0.0}
-    for run in runs:
-        kind, hop_s, number_s = run.kind, 0.0, 0.0
-        for devices, rows in run.columns:
+    for stage in stages:
+        kind, hop_s, number_s = stage.kind, 0.0, 0.0
+        for devices, rows in stage.groups:
             busy_s = np.maximum(
                 table.row_s[kind, devices] * rows, table.down_s[kind, devices] * rows - table.gained_s[kind, devices]
             )
@@ -310,7 +312,7 @@ def weigh(table: Table, runs: tuple[Run, ...], server: Server) -> Cover:
     if fill_s > activation_s + sync_s:
         limit = "latency"
     return Cover(
-        runs=runs,
+        stages=stages,
         activation_s=max(activation_s, flowing_s),
         synchronisation_s=max(sync_s, renewing_s),
         fill_s=fill_s,

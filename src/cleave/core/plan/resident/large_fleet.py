@@ -14,13 +14,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cleave.core.cost.gemm import Server, WireFormat
-from cleave.core.cost.resident import Stack, lean_terms, stack, sublayers_of
-from cleave.core.fleet.profiles import Ints, Profiles
+from cleave.core.cost.rates import Server
+from cleave.core.cost.resident import SublayerSums, sum_up
+from cleave.core.cost.terms import lean_terms
+from cleave.core.cost.wire import WireFormat
+from cleave.core.fleet.profiles import DeviceId, Profiles
 from cleave.core.model.shapes import ModelShape
-from cleave.core.plan.resident.cover import Cover, Recipe, Run
+from cleave.core.model.shard import Shard
+from cleave.core.model.sublayers import sublayers_of
+from cleave.core.plan.resident.cover import Cover, Group, Recipe, StageCover
 from cleave.core.plan.resident.search import Found, Search, area_bound_s
-from cleave.core.plan.resident.stages import ColumnLimit, Share, Stage
+from cleave.core.plan.resident.stages import Column, ColumnLimit, Holding, ResidentPlan, Stage
 from cleave.errors import InfeasibleError
 
 _ROUNDS = (1, 2, 4, 8)
@@ -31,28 +35,20 @@ _PLENTY = 1.3  # memory for this many models: rounds are not worth a try
 class Round:
     """Sublayers whose weights are on devices at the same time."""
 
-    stages: tuple[Stage, ...]
+    plan: ResidentPlan
     recipe: Recipe
-    activation_s: float
     synchronisation_s: float
-    fill_s: float
-    down_bytes: float
-    up_bytes: float
-    limit: ColumnLimit
-    """what its devices spend most of their time on, or the server if its links are the last to finish"""
-
-    @property
-    def step_s(self) -> float:
-        return self.activation_s + self.synchronisation_s + self.fill_s
+    """of the plan's busiest time, what weights and gradients take"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResidentPlan:
+class ModelPlan:
+    """A step of a named model in one round, or in several where memory cannot hold it at once."""
+
     shape: ModelShape
     tokens: int
     sequence: int
     wire: WireFormat
-    names: tuple[str, ...]
     rounds: tuple[Round, ...]
     bound_s: float
     """every device one rectangle of tokens x parameters of any size, no fill: no columns can be faster"""
@@ -65,19 +61,28 @@ class ResidentPlan:
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        return tuple(stage for part in self.rounds for stage in part.stages)
+        return tuple(stage for part in self.rounds for stage in part.plan.stages)
+
+    @property
+    def devices(self) -> frozenset[DeviceId]:
+        return frozenset(device for part in self.rounds for device in part.plan.devices)
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        """Tokens that travel together, in each round."""
+        return tuple(part.plan.chunk for part in self.rounds)
 
     @property
     def limit(self) -> ColumnLimit:
-        return max(self.rounds, key=lambda part: part.step_s).limit
+        return max(self.rounds, key=lambda part: part.plan.step_s).plan.limit
 
     @property
     def step_s(self) -> float:
-        return sum(part.step_s for part in self.rounds)
+        return sum(part.plan.step_s for part in self.rounds)
 
     @property
     def activation_s(self) -> float:
-        return sum(part.activation_s for part in self.rounds)
+        return sum(part.plan.busiest_s - part.synchronisation_s for part in self.rounds)
 
     @property
     def synchronisation_s(self) -> float:
@@ -85,15 +90,15 @@ class ResidentPlan:
 
     @property
     def fill_s(self) -> float:
-        return sum(part.fill_s for part in self.rounds)
+        return sum(part.plan.fill_s for part in self.rounds)
 
     @property
     def down_bytes(self) -> float:
-        return sum(part.down_bytes for part in self.rounds)
+        return sum(part.plan.down_bytes for part in self.rounds)
 
     @property
     def up_bytes(self) -> float:
-        return sum(part.up_bytes for part in self.rounds)
+        return sum(part.plan.up_bytes for part in self.rounds)
 
 
 def plan_resident(
@@ -104,8 +109,8 @@ def plan_resident(
     sequence: int,
     wire: WireFormat = "bf16",
     server: Server | None = None,
-    previous: ResidentPlan | None = None,
-) -> ResidentPlan:
+    previous: ModelPlan | None = None,
+) -> ModelPlan:
     """The fastest columns found; with a `previous` plan only its rounds and its recipe are tried, which is quick."""
     server = server or Server()
     if previous is not None and previous.task != (shape, tokens, sequence, wire):
@@ -121,7 +126,7 @@ def plan_resident(
         )
     )
     given, profiles = profiles, profiles.take(order)
-    whole = stack(sublayers_of(shape), hidden=shape.hidden, sequence=sequence, terms=lean_terms(wire))
+    whole = sum_up(sublayers_of(shape), hidden=shape.hidden, sequence=sequence, terms=lean_terms(wire))
     found: list[tuple[_Part, ...]] = []
     for rounds in [len(previous.rounds)] if previous else _rounds(profiles, whole):
         parts = _in_rounds(profiles, whole, tokens, server, rounds, previous)
@@ -133,13 +138,12 @@ def plan_resident(
         raise InfeasibleError(_why_not(profiles, whole))
     best = min(found, key=lambda parts: sum(part.cover.seconds for part in parts))
     bound_s = area_bound_s(profiles, whole, tokens, is_held=len(best) == 1)
-    return ResidentPlan(
+    return ModelPlan(
         shape=shape,
         tokens=tokens,
         sequence=sequence,
         wire=wire,
-        names=given.names,
-        rounds=tuple(_described(part, sequence, order) for part in best),
+        rounds=tuple(_described(part, sequence, profiles.names) for part in best),
         bound_s=bound_s,
         left_out=_left_out(profiles, best),
     )
@@ -154,7 +158,7 @@ class _Part(NamedTuple):
     cover: Cover
 
 
-def _rounds(profiles: Profiles, whole: Stack) -> list[int]:
+def _rounds(profiles: Profiles, whole: SublayerSums) -> list[int]:
     """As few as memory allows and a few more; one where there is plenty."""
     terms = whole.terms
     models = float(profiles.memory_bytes.sum() / ((terms.resident_bytes + terms.accumulator_bytes) * whole.sums[0, -1]))
@@ -165,7 +169,7 @@ def _rounds(profiles: Profiles, whole: Stack) -> list[int]:
 
 
 def _in_rounds(
-    profiles: Profiles, whole: Stack, tokens: int, server: Server, rounds: int, previous: ResidentPlan | None
+    profiles: Profiles, whole: SublayerSums, tokens: int, server: Server, rounds: int, previous: ModelPlan | None
 ) -> tuple[_Part, ...] | None:
     """Every round of the stack planned; equal ones once."""
     layers = len(whole) // 2
@@ -175,12 +179,10 @@ def _in_rounds(
     for number, (first, until) in enumerate(pairwise(cuts)):
         sublayers = whole.sublayers[first:until]
         if sublayers not in plans:
-            part = stack(sublayers, hidden=whole.hidden, sequence=whole.sequence, terms=whole.terms)
+            part = sum_up(sublayers, hidden=whole.hidden, sequence=whole.sequence, terms=whole.terms)
             search = Search(profiles, part, tokens, server, is_held=rounds == 1)
             before = previous.rounds[number] if previous else None
-            plans[sublayers] = (
-                search.repeated(before.recipe, before.stages, previous.names) if previous and before else search.best()
-            )
+            plans[sublayers] = search.repeated(before.recipe, before.plan.stages) if before else search.best()
         plan = plans[sublayers]
         if plan is None:
             return None
@@ -191,39 +193,43 @@ def _in_rounds(
 # ------------------------------------------------------------------------------------------------------ telling
 
 
-def _described(found: _Part, sequence: int, order: Ints) -> Round:
+def _described(found: _Part, sequence: int, names: tuple[str, ...]) -> Round:
+    cover = found.cover
     return Round(
-        stages=tuple(_stage(run, found.first, sequence, order) for run in found.cover.runs),
+        plan=ResidentPlan(
+            stages=tuple(_stage(one, found.first, sequence, names) for one in cover.stages),
+            chunk=found.recipe.chunk,
+            busiest_s=cover.activation_s + cover.synchronisation_s,
+            fill_s=cover.fill_s,
+            down_bytes=cover.down_bytes,
+            up_bytes=cover.up_bytes,
+            limit=cover.limit,
+        ),
         recipe=found.recipe,
-        activation_s=found.cover.activation_s,
-        synchronisation_s=found.cover.synchronisation_s,
-        fill_s=found.cover.fill_s,
-        down_bytes=found.cover.down_bytes,
-        up_bytes=found.cover.up_bytes,
-        limit=found.cover.limit,
+        synchronisation_s=cover.synchronisation_s,
     )
 
 
-def _stage(run: Run, offset: int, sequence: int, order: Ints) -> Stage:
+def _stage(of: StageCover, offset: int, sequence: int, names: tuple[str, ...]) -> Stage:
+    def held(group: Group) -> tuple[Holding, ...]:
+        numbers: list[int] = group.devices.tolist()
+        sequences: list[float] = (group.rows / sequence).tolist()
+        return tuple(Holding(DeviceId(names[n]), share) for n, share in zip(numbers, sequences, strict=True))
+
     return Stage(
-        first=run.first + offset,
-        count=run.count,
-        slices=tuple(
-            tuple(
-                Share(device, rows)
-                for device, rows in zip(order[c.devices].tolist(), (c.rows / sequence).tolist(), strict=True)
-            )
-            for c in run.columns
-        ),
+        columns=tuple(
+            Column(Shard(first=of.first + offset, count=of.count, index=index, of=len(of.groups)), held(group))
+            for index, group in enumerate(of.groups)
+        )
     )
 
 
 def _left_out(profiles: Profiles, parts: tuple[_Part, ...]) -> dict[str, str]:
     used = np.zeros(len(profiles), dtype=np.bool_)
     for part in parts:
-        for run in part.cover.runs:
-            for column in run.columns:
-                used[column.devices] = True
+        for stage in part.cover.stages:
+            for group in stage.groups:
+                used[group.devices] = True
     cramped = profiles.memory_bytes < profiles.memory_bytes[used].min()
     slow = profiles.up_bytes_per_s < profiles.up_bytes_per_s[used].min()
     reasons: dict[str, str] = {}
@@ -238,7 +244,7 @@ def _left_out(profiles: Profiles, parts: tuple[_Part, ...]) -> dict[str, str]:
     return reasons
 
 
-def _why_not(profiles: Profiles, whole: Stack) -> str:
+def _why_not(profiles: Profiles, whole: SublayerSums) -> str:
     terms = whole.terms
     needed = (terms.resident_bytes + terms.accumulator_bytes) * max(sublayer.params for sublayer in whole.sublayers)
     memory = profiles.memory_bytes

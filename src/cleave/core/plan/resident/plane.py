@@ -10,17 +10,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cleave.core.cost.resident import lean_terms, stack, sublayers_of
-from cleave.core.fleet.profiles import Floats, Ints, Profiles
-from cleave.core.plan.resident.large_fleet import ResidentPlan
+from cleave.core.cost.resident import sum_up
+from cleave.core.cost.terms import lean_terms
+from cleave.core.fleet.profiles import DeviceId, Floats, Ints, Profiles
+from cleave.core.model.sublayers import sublayers_of
+from cleave.core.plan.resident.large_fleet import ModelPlan
 from cleave.core.plan.resident.search import area_bound_s
 
 _FINE = 1e-8
 _QUARTERS = ("slowest quarter", "second quarter", "third quarter", "fastest quarter")
 
 
-class Rectangle(NamedTuple):
-    device: int
+class Tile(NamedTuple):
+    """What one device does in one round."""
+
+    device: DeviceId
     stage: int
     part: int
     """which slice of the stage"""
@@ -28,29 +32,30 @@ class Rectangle(NamedTuple):
     tokens: tuple[int, int]
 
 
-def rectangles(plan: ResidentPlan) -> tuple[Rectangle, ...]:
+def tiles(plan: ModelPlan) -> tuple[Tile, ...]:
     """One for each device in each round, column by column."""
     sizes = [sublayer.params for sublayer in sublayers_of(plan.shape)]
     begins = np.concatenate([[0], np.cumsum(sizes)])
-    found: list[Rectangle] = []
+    found: list[Tile] = []
     for number, stage in enumerate(plan.stages):
         left, right = float(begins[stage.first]), float(begins[stage.first + stage.count])
-        width = (right - left) / len(stage.slices)
-        for part, column in enumerate(stage.slices):
-            ends = np.rint(np.cumsum([share.sequences for share in column]) * plan.sequence).astype(np.int64).tolist()
+        width = (right - left) / len(stage.columns)
+        for part, (_, holdings) in enumerate(stage.columns):
+            sequences = np.cumsum([holding.sequences for holding in holdings])
+            ends = np.rint(sequences * plan.sequence).astype(np.int64).tolist()
             sides = left + part * width, left + (part + 1) * width
-            for share, top, bottom in zip(column, [0, *ends[:-1]], ends, strict=True):
-                found.append(Rectangle(share.device, number, part, sides, (top, bottom)))
+            for holding, top, bottom in zip(holdings, [0, *ends[:-1]], ends, strict=True):
+                found.append(Tile(holding.device, number, part, sides, (top, bottom)))
     return tuple(found)
 
 
-def worth_of_one_more(plan: ResidentPlan, profiles: Profiles) -> dict[str, float]:
+def worth_of_one_more(plan: ModelPlan, profiles: Profiles) -> dict[str, float]:
     """Seconds that one more device of each kind would save: the usual one of a class, or of a quarter by uplink.
 
     By how much the fluid bound falls, in proportion: a plan of a thousand devices moves in steps coarser than one.
     """
     shape = plan.shape
-    whole = stack(sublayers_of(shape), hidden=shape.hidden, sequence=plan.sequence, terms=lean_terms(plan.wire))
+    whole = sum_up(sublayers_of(shape), hidden=shape.hidden, sequence=plan.sequence, terms=lean_terms(plan.wire))
     is_held = len(plan.rounds) == 1
 
     def bound_s(fleet: Profiles) -> float:

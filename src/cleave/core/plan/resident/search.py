@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cleave.core.cost.gemm import Server
-from cleave.core.cost.resident import Stack
+from cleave.core.cost.rates import Server
+from cleave.core.cost.resident import SublayerSums, shard_costs
 from cleave.core.fleet.profiles import Profiles
-from cleave.core.plan.resident.cover import Column, Cover, Recipe, Run, Table, cover, make_table, weigh
-from cleave.core.plan.resident.stages import Stage
+from cleave.core.plan.resident.cover import Cover, Group, Recipe, StageCover, Table, cover, make_table, weigh
+from cleave.core.plan.resident.stages import Stage, drafts
 
 CHUNKS = (16, 32, 64, 128, 256, 512, 1024)
 
@@ -33,7 +33,7 @@ class Found:
     cover: Cover
 
 
-def area_bound_s(profiles: Profiles, of: Stack, tokens: int, *, is_held: bool, tolerance: float = 1e-3) -> float:
+def area_bound_s(profiles: Profiles, of: SublayerSums, tokens: int, *, is_held: bool, tolerance: float = 1e-3) -> float:
     """The least time in which devices with one rectangle r x w each could tile the plane, whatever its borders.
 
     A rectangle takes 2 h r numbers each way and w of them for weights, in separate parts of the time. The head's rows
@@ -47,13 +47,14 @@ def area_bound_s(profiles: Profiles, of: Stack, tokens: int, *, is_held: bool, t
     sync_s = np.maximum(terms.gradient_bytes / profiles.up_bytes_per_s, terms.weight_bytes / profiles.down_bytes_per_s)
     held = profiles.memory_bytes / (terms.resident_bytes + terms.accumulator_bytes) if is_held else np.inf
     most = np.minimum(held, params)
+    param_flops = _least_flops_per_param(of)
 
     def reached(seconds: float) -> float:
         flowing = seconds * (1 - _SPLITS[:, None])
         # the next split's synchronisation, so that no split between two is missed
         weights = np.minimum(seconds * np.append(_SPLITS[1:], 1.0)[:, None] / sync_s, most)
         rows = np.minimum(flowing / row_s, tokens)
-        return float(np.minimum(rows * weights, flowing * profiles.flops_per_s / 8).max(axis=0).sum())
+        return float(np.minimum(rows * weights, flowing * profiles.flops_per_s / param_flops).max(axis=0).sum())
 
     low, high = 1e-6, _MOST_SECONDS
     while high / low > 1 + tolerance:
@@ -62,10 +63,19 @@ def area_bound_s(profiles: Profiles, of: Stack, tokens: int, *, is_held: bool, t
     return low
 
 
+def _least_flops_per_param(of: SublayerSums) -> float:
+    """FLOPs of a row with one parameter, in the sublayer where they are fewest; the head aside."""
+    inner = np.array([number for number, one in enumerate(of.sublayers) if one.kind != "head"], dtype=np.int64)
+    if len(inner) == 0:
+        return 1.0
+    costs = shard_costs(of, inner, np.ones_like(inner), np.ones_like(inner), chunk=1)
+    return float((costs.flops_per_row / costs.params).min())
+
+
 class Search:
     """The best cover so far, and the tables it was looked for in."""
 
-    def __init__(self, profiles: Profiles, part: Stack, tokens: int, server: Server, *, is_held: bool) -> None:
+    def __init__(self, profiles: Profiles, part: SublayerSums, tokens: int, server: Server, *, is_held: bool) -> None:
         self._profiles = profiles
         self._part = part
         self._tokens = tokens
@@ -75,35 +85,29 @@ class Search:
         self._best: Found | None = None
         self._start_s = area_bound_s(profiles, part, tokens, is_held=is_held)
 
-    def repeated(self, recipe: Recipe, stages: tuple[Stage, ...], names: tuple[str, ...]) -> Found | None:
+    def repeated(self, recipe: Recipe, stages: tuple[Stage, ...]) -> Found | None:
         """With a recipe used before; the stages it gave then, as they stand, if none are faster."""
         self._bisect(recipe, _FINE)
-        runs = self._standing(recipe.chunk, stages, names)
-        if runs is not None:
-            self._remember(recipe, runs)
+        standing = self._standing(recipe.chunk, stages)
+        if standing is not None:
+            self._remember(recipe, standing)
         return self._best
 
-    def _standing(self, chunk: int, stages: tuple[Stage, ...], names: tuple[str, ...]) -> tuple[Run, ...] | None:
-        """The same columns on today's fleet, if all of their devices (numbers in `names`) are there and hold them."""
-        places = {name: number for number, name in enumerate(self._profiles.names)}
-        table = self._table(chunk)
-        first = stages[0].first
-        runs: list[Run] = []
-        for stage in stages:
-            if not all(names[device] in places for device in stage.devices):
-                return None
-            kind = table.kind(stage.first - first, stage.count, len(stage.slices))
-            columns = tuple(
-                Column(
-                    np.array([places[names[share.device]] for share in column]),
-                    np.array([share.sequences for share in column]) * self._part.sequence,
-                )
-                for column in stage.slices
+    def _standing(self, chunk: int, stages: tuple[Stage, ...]) -> tuple[StageCover, ...] | None:
+        """The same columns on today's fleet, if all of their devices are there and hold them."""
+        table, first = self._table(chunk), stages[0].first
+        drafted = drafts(stages, self._profiles.names)
+        covers: list[StageCover] = []
+        for stage, draft in zip(stages, drafted or (), strict=True) if drafted is not None else ():
+            kind = table.kind(draft.first - first, draft.count, len(draft.members))
+            groups = tuple(
+                Group(np.array(members), np.array([one.sequences for one in column.holdings]) * self._part.sequence)
+                for members, column in zip(draft.members, stage.columns, strict=True)
             )
-            if not all(table.fits[kind, column.devices].all() for column in columns):
+            if not all(table.fits[kind, group.devices].all() for group in groups):
                 return None
-            runs.append(Run(first=stage.first - first, count=stage.count, kind=kind, columns=columns))
-        return tuple(runs)
+            covers.append(StageCover(first=draft.first - first, count=draft.count, kind=kind, groups=groups))
+        return tuple(covers) or None
 
     def best(self) -> Found | None:
         """A coarse look at columns of every length, then one quantity after another around the best."""
@@ -176,13 +180,13 @@ class Search:
 
     def _attempt(self, recipe: Recipe, seconds: float) -> bool:
         """Whether there is such a cover; it is remembered if it is the best."""
-        runs = cover(self._table(recipe.chunk), recipe, seconds)
-        if runs is not None:
-            self._remember(recipe, runs)
-        return runs is not None
+        stages = cover(self._table(recipe.chunk), recipe, seconds)
+        if stages is not None:
+            self._remember(recipe, stages)
+        return stages is not None
 
-    def _remember(self, recipe: Recipe, runs: tuple[Run, ...]) -> None:
-        found = weigh(self._table(recipe.chunk), runs, self._server)
+    def _remember(self, recipe: Recipe, stages: tuple[StageCover, ...]) -> None:
+        found = weigh(self._table(recipe.chunk), stages, self._server)
         if self._best is None or found.seconds < self._best.cover.seconds:
             self._best = Found(recipe=recipe, cover=found)
 

@@ -14,11 +14,14 @@ from math import inf
 
 import numpy as np
 
-from cleave.core.cost.gemm import Server, WireFormat
-from cleave.core.cost.resident import Sublayer, live_terms, stack, units
+from cleave.core.cost.rates import Server
+from cleave.core.cost.resident import shard_costs, sum_up
+from cleave.core.cost.terms import live_terms
+from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Bools, Floats, Ints, Profiles
+from cleave.core.model.sublayers import Sublayer
 from cleave.core.plan.resident.search import Search
-from cleave.core.plan.resident.stages import ColumnPlan, Setting, Share, Stage, judge, paces, share_rows
+from cleave.core.plan.resident.stages import Draft, ResidentPlan, Setting, drafts, judge, paces, share_rows
 from cleave.errors import InfeasibleError, InputError
 
 CHUNKS = (16, 32, 64, 128, 256)
@@ -43,8 +46,8 @@ def plan_columns(
     medium_bytes_per_s: float = inf,
     cores: float = inf,
     chunks: Sequence[int] = CHUNKS,
-    previous: ColumnPlan | None = None,
-) -> ColumnPlan:
+    previous: ResidentPlan | None = None,
+) -> ResidentPlan:
     """The fastest arrangement found; `previous`, if it still fits, unless that one takes 30 % less.
 
     `medium_bytes_per_s` is one medium shared by everything down and up, such as a Wi-Fi; `cores` how many devices can
@@ -57,7 +60,7 @@ def plan_columns(
             f"hidden {hidden}, {sequences} sequences of {sequence}, chunks {tuple(chunks)}; give a model and a batch"
         )
     setting = Setting(
-        stack=stack(sublayers, hidden=hidden, sequence=sequence, terms=live_terms(wire)),
+        sums=sum_up(sublayers, hidden=hidden, sequence=sequence, terms=live_terms(wire)),
         sequences=sequences,
         profiles=profiles,
         server=server or Server(),
@@ -74,20 +77,19 @@ def plan_columns(
     return best
 
 
-def _again(setting: Setting, previous: ColumnPlan | None) -> ColumnPlan | None:
-    if previous is None or any(d >= len(setting.profiles) for stage in previous.stages for d in stage.devices):
+def _again(setting: Setting, previous: ResidentPlan | None) -> ResidentPlan | None:
+    if previous is None or sum(stage.count for stage in previous.stages) != len(setting.sums):
         return None
-    if sum(stage.count for stage in previous.stages) != len(setting.stack):
-        return None
-    return judge(setting, previous.stages, min(previous.chunk, setting.stack.sequence))
+    stages = drafts(previous.stages, setting.profiles.names)
+    return None if stages is None else judge(setting, stages, min(previous.chunk, setting.sums.sequence))
 
 
-def _best(setting: Setting, chunks: Sequence[int]) -> ColumnPlan | None:
+def _best(setting: Setting, chunks: Sequence[int]) -> ResidentPlan | None:
     if len(setting.profiles) > _MANY:
         return _best_of_many(setting, chunks)
     usual = min(chunks, key=lambda chunk: abs(chunk - _USUAL_CHUNK))
     for chunk in dict.fromkeys((usual, chunks[0])):
-        found: list[ColumnPlan] = []
+        found: list[ResidentPlan] = []
         for order in _orders(setting.profiles):
             for bound_s, stages in _arrangements(setting, order, chunk):
                 if len(found) >= _FINALISTS and bound_s >= found[_FINALISTS - 1].step_s:
@@ -97,24 +99,21 @@ def _best(setting: Setting, chunks: Sequence[int]) -> ColumnPlan | None:
                     found.append(plan)
                     found.sort(key=lambda plan: plan.step_s)
         if found:
-            plans = (judge(setting, plan.stages, size) for plan in found[:_FINALISTS] for size in chunks)
+            finalists = [drafts(plan.stages, setting.profiles.names) or [] for plan in found[:_FINALISTS]]
+            plans = (judge(setting, stages, size) for stages in finalists for size in chunks)
             return min((plan for plan in plans if plan is not None), key=lambda plan: plan.step_s)
     return None
 
 
-def _best_of_many(setting: Setting, chunks: Sequence[int]) -> ColumnPlan | None:
+def _best_of_many(setting: Setting, chunks: Sequence[int]) -> ResidentPlan | None:
     """As `resident` does, with the terms of live devices; the medium counts only once columns are found."""
-    search = Search(setting.profiles, setting.stack, setting.rows, setting.server, is_held=True)
+    search = Search(setting.profiles, setting.sums, setting.rows, setting.server, is_held=True)
     found = search.best()
     if found is None:
         return None
     stages = [
-        Stage(
-            first=run.first,
-            count=run.count,
-            slices=tuple(tuple(Share(device, 1.0) for device in column.devices.tolist()) for column in run.columns),
-        )
-        for run in found.cover.runs
+        Draft(one.first, one.count, tuple(tuple(group.devices.tolist()) for group in one.groups))
+        for one in found.cover.stages
     ]
     plans = (judge(setting, stages, chunk) for chunk in chunks)
     return min((plan for plan in plans if plan is not None), key=lambda plan: plan.step_s, default=None)
@@ -131,20 +130,20 @@ def _orders(profiles: Profiles) -> list[Ints]:
     return [np.array(order) for order in dict.fromkeys(tuple(order.tolist()) for order in orders)]
 
 
-def _arrangements(setting: Setting, order: Ints, chunk: int) -> list[tuple[float, Callable[[], list[Stage]]]]:
+def _arrangements(setting: Setting, order: Ints, chunk: int) -> list[tuple[float, Callable[[], list[Draft]]]]:
     """By the busiest column's seconds: the best cut for every number of stages and of devices, strongest first or last.
 
     f[g, i, p] = min over j, q of max(f[g-1, j, q], seconds of devices j..i with sublayers q..p); to have the strongest
     last, the same from the last sublayer to the first.
     """
     seconds, slices = _column_seconds(setting, order, chunk)
-    found: list[tuple[float, Callable[[], list[Stage]]]] = []
+    found: list[tuple[float, Callable[[], list[Draft]]]] = []
     for is_reversed in (False, True):
         table = seconds[:, :, ::-1, ::-1].swapaxes(2, 3) if is_reversed else seconds
         choices: list[Ints] = []
         reached = np.full((len(order) + 1, table.shape[-1]), inf)
         reached[0, 0] = 0.0
-        for count in range(1, min(len(order), len(setting.stack)) + 1):
+        for count in range(1, min(len(order), len(setting.sums)) + 1):
             reached, choice = _one_more_stage(reached, table, count)
             choices.append(choice)
             for last in np.flatnonzero(np.isfinite(reached[:, -1])).tolist():
@@ -165,8 +164,8 @@ def _one_more_stage(reached: Floats, seconds: Floats, count: int) -> tuple[Float
     return then, choice
 
 
-def _traced(order: Ints, choices: tuple[Ints, ...], slices: Ints, last: int, is_reversed: bool) -> list[Stage]:
-    stages: list[Stage] = []
+def _traced(order: Ints, choices: tuple[Ints, ...], slices: Ints, last: int, is_reversed: bool) -> list[Draft]:
+    stages: list[Draft] = []
     length = slices.shape[-1]
     until = length
     for choice in reversed(choices):
@@ -174,20 +173,19 @@ def _traced(order: Ints, choices: tuple[Ints, ...], slices: Ints, last: int, is_
         first, count = length - until if is_reversed else since, until - since
         parts = int(slices[before, last - 1, first]) if count == 1 else 1
         members = order[before:last].tolist()
-        columns = tuple(tuple(Share(device, 1.0) for device in members[part::parts]) for part in range(parts))
-        stages.append(Stage(first=first, count=count, slices=columns))
+        stages.append(Draft(first, count, tuple(tuple(members[part::parts]) for part in range(parts))))
         last, until = before, since
     return stages if is_reversed else stages[::-1]
 
 
 def _column_seconds(setting: Setting, order: Ints, chunk: int) -> tuple[Floats, Ints]:
     """[j, i, q, p]: until devices order[j..i] are through sublayers q..p; [j, i, q]: slices of one sublayer then."""
-    devices, length = len(order), len(setting.stack)
+    devices, length = len(order), len(setting.sums)
     j, i = np.triu_indices(devices)
     place = np.argsort(order)
     members = (place >= j[:, None]) & (place <= i[:, None])
     first, last = np.triu_indices(length)
-    runs, kind = setting.stack.kinds(first, last - first + 1)
+    runs, kind = setting.sums.kinds(first, last - first + 1)
     ends = _seconds(setting, first[runs], last[runs] - first[runs] + 1, np.ones(len(j), dtype=np.int64), members, chunk)
     seconds = np.full((devices, devices, length + 1, length + 1), inf)
     seconds[j[:, None], i[:, None], first, last + 1] = ends[:, kind]
@@ -201,10 +199,10 @@ def _column_seconds(setting: Setting, order: Ints, chunk: int) -> tuple[Floats, 
     group_of, parts_of = np.repeat(group, parts), np.repeat(parts, parts)
     dealt = members[group_of] & ((place - j[group_of, None]) % parts_of[:, None] == part[:, None])
     single = np.arange(length)
-    runs, kind = setting.stack.kinds(single, np.ones_like(single))
+    runs, kind = setting.sums.kinds(single, np.ones_like(single))
     ends = _seconds(setting, runs, np.ones_like(runs), parts_of, dealt, chunk)
     slowest = np.maximum.reduceat(ends, begins, axis=0)[:, kind]
-    allowed = np.array([[sublayer.allows(c) for sublayer in setting.stack.sublayers] for c in range(devices + 1)])
+    allowed = np.array([[sublayer.allows(c) for sublayer in setting.sums.sublayers] for c in range(devices + 1)])
     for number, (before, until) in enumerate(zip(j[group].tolist(), i[group].tolist(), strict=True)):
         whole = seconds[before, until, single, single + 1]
         better = single[(slowest[number] < whole) & allowed[parts[number]]]
@@ -216,17 +214,18 @@ def _column_seconds(setting: Setting, order: Ints, chunk: int) -> tuple[Floats, 
 def _seconds(setting: Setting, first: Ints, count: Ints, slices: Ints, members: Bools, chunk: int) -> Floats:
     """[column, run]: until the members of each column, one of so many slices, are through each run of sublayers."""
     columns, runs = len(members), len(first)
-    of = units(setting.stack, np.tile(first, columns), np.tile(count, columns), np.repeat(slices, runs), chunk=chunk)
+    shards = np.tile(first, columns), np.tile(count, columns), np.repeat(slices, runs)
+    of = shard_costs(setting.sums, *shards, chunk=chunk)
     pace = paces(setting, of, np.repeat(members, runs, axis=0), chunk)
-    ends, _ = share_rows(pace, setting.sequences, setting.stack.sequence, of.takes_sequences)
+    ends, _ = share_rows(pace, setting.sequences, setting.sums.sequence, of.takes_sequences)
     return ends.reshape(columns, runs)
 
 
 def _why_not(setting: Setting, chunk: int) -> str:
-    one = np.arange(len(setting.stack))
-    parts = np.minimum([s.slices for s in setting.stack.sublayers], len(setting.profiles))
-    least = units(setting.stack, one, np.ones_like(one), np.maximum(parts, 1), chunk=chunk).memory_bytes
-    whole = units(setting.stack, *(np.array([x]) for x in (0, len(one), 1)), chunk=chunk).memory_bytes[0]
+    one = np.arange(len(setting.sums))
+    parts = np.minimum([s.slices for s in setting.sums.sublayers], len(setting.profiles))
+    least = shard_costs(setting.sums, one, np.ones_like(one), np.maximum(parts, 1), chunk=chunk).memory_bytes
+    whole = shard_costs(setting.sums, *(np.array([x]) for x in (0, len(one), 1)), chunk=chunk).memory_bytes[0]
     memory = setting.profiles.memory_bytes
     return (
         f"no columns fit: the model takes {whole / 1e9:.3g} GB on devices and its largest sublayer "

@@ -1,71 +1,132 @@
-"""Columns with resident weights: what a plan of them says, and what it costs on given devices.
+"""Plans of resident shards, and what an arrangement of them costs on given devices.
 
-A stage is a run of sublayers, or one sublayer in slices; each of its columns is held by one or more devices that share
-the rows. Chunks of tokens flow through the stages one after another, so a step takes as long as the busiest device (or
-the server's links, or a medium that all share) plus the time the first chunk needs to get through and back: the fill.
-Knows how to judge an arrangement, not how to find one: that is `live_columns` for few devices, `resident` for many.
+A stage is a run of sublayers, or one sublayer in slices; each of its shards is held by one or more devices that share
+the rows: a column. Chunks of tokens flow through the stages one after another, so a step takes as long as the busiest
+device (or the server's links, or a medium that all share) plus the time the first chunk needs to get through and back:
+the fill. Judges an arrangement; `small_fleet` and `large_fleet` find one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cleave.core.cost.gemm import Server
-from cleave.core.cost.resident import Stack, Terms, Units, units
-from cleave.core.fleet.profiles import Bools, Floats, Profiles
+from cleave.core.cost.rates import Server
+from cleave.core.cost.resident import ShardCosts, SublayerSums, effective_flops_per_s, shard_costs
+from cleave.core.fleet.profiles import Bools, DeviceId, Floats, Profiles
+from cleave.core.model.shard import Shard
 
 ColumnLimit = Literal["down", "compute", "up", "latency", "server", "medium", "memory"]
 
-_FAST_FLOPS_PER_S = 1.3e12
-_READ_BYTES_PER_S = 20e9
-"""How fast a device reads its weights; twice that from `_FAST_FLOPS_PER_S` on."""
 _NEVER_S = 1e30
 
 
-class Share(NamedTuple):
-    device: int
+class Holding(NamedTuple):
+    """A device that holds a shard."""
+
+    device: DeviceId
     sequences: float
-    """how many of the step's sequences it should take: its relative speed in its column"""
+    """how many of the step's sequences it should take: its speed relative to the others with the same shard"""
+
+
+class Column(NamedTuple):
+    """A shard, and the devices that share its rows."""
+
+    shard: Shard
+    holdings: tuple[Holding, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    first: int
-    """sublayer"""
-    count: int
-    slices: tuple[tuple[Share, ...], ...]
-    """one column each; every one of them sees every row"""
+    """One shard, or all slices of a sublayer: every column sees every row."""
+
+    columns: tuple[Column, ...]
 
     @property
-    def devices(self) -> tuple[int, ...]:
-        return tuple(share.device for column in self.slices for share in column)
+    def first(self) -> int:
+        """The first sublayer."""
+        return self.columns[0].shard.first
+
+    @property
+    def count(self) -> int:
+        """Sublayers."""
+        return self.columns[0].shard.count
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return tuple(column.shard for column in self.columns)
+
+    @property
+    def devices(self) -> tuple[DeviceId, ...]:
+        return tuple(holding.device for column in self.columns for holding in column.holdings)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ColumnPlan:
+class ResidentPlan:
+    """Which devices hold which shards, and the seconds and bytes that are predicted for a step."""
+
     stages: tuple[Stage, ...]
     chunk: int
     """tokens that travel together"""
-    step_s: float
     busiest_s: float
-    """of the step: until the last device, or the server, or the medium, is through"""
+    """until the last device, or the server, or the medium, is through"""
     fill_s: float
-    """of the step: one chunk forward through all stages and back"""
+    """one chunk forward through all stages and back"""
     down_bytes: float
-    """through the server in a step"""
+    """through the server"""
     up_bytes: float
     limit: ColumnLimit
+
+    @property
+    def step_s(self) -> float:
+        return self.busiest_s + self.fill_s
+
+    @property
+    def devices(self) -> frozenset[DeviceId]:
+        return frozenset(device for stage in self.stages for device in stage.devices)
+
+    @property
+    def arrangement(self) -> tuple[int, tuple[tuple[tuple[Shard, tuple[DeviceId, ...]], ...], ...]]:
+        """Chunk and holders of every shard: equal for plans that differ only in what they predict."""
+        return self.chunk, tuple(
+            tuple((shard, tuple(holding.device for holding in holdings)) for shard, holdings in stage.columns)
+            for stage in self.stages
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """A stage during a search: devices are numbers in the fleet's profiles, rows are not shared yet."""
+
+    first: int
+    count: int
+    members: tuple[tuple[int, ...], ...]
+    """of each slice"""
+
+
+def drafts(stages: Sequence[Stage], names: Sequence[str]) -> list[Draft] | None:
+    """Stages of an earlier plan in terms of today's fleet; None where one of their devices is gone."""
+    places = {name: number for number, name in enumerate(names)}
+    if not all(device in places for stage in stages for device in stage.devices):
+        return None
+    return [
+        Draft(
+            stage.first,
+            stage.count,
+            tuple(tuple(places[holding.device] for holding in column.holdings) for column in stage.columns),
+        )
+        for stage in stages
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Setting:
     """What an arrangement is judged on."""
 
-    stack: Stack
+    sums: SublayerSums
     sequences: int
     profiles: Profiles
     server: Server
@@ -75,7 +136,7 @@ class Setting:
 
     @property
     def rows(self) -> int:
-        return self.sequences * self.stack.sequence
+        return self.sequences * self.sums.sequence
 
 
 class Paces(NamedTuple):
@@ -91,19 +152,11 @@ class Paces(NamedTuple):
     """rows whose x stays there for backward"""
 
 
-def effective_flops_per_s(flops_per_s: Floats, chunk: int, terms: Terms) -> Floats:
-    """Each chunk reads the weights once, which costs the more the smaller the chunk."""
-    if terms.thin_rows:
-        return flops_per_s / (1 + terms.thin_rows / chunk)
-    read_s = terms.resident_bytes / np.where(flops_per_s > _FAST_FLOPS_PER_S, 2 * _READ_BYTES_PER_S, _READ_BYTES_PER_S)
-    return 1 / (1 / flops_per_s + read_s / (2 * chunk))
-
-
-def paces(setting: Setting, of: Units, members: Bools, chunk: int) -> Paces:
+def paces(setting: Setting, of: ShardCosts, members: Bools, chunk: int) -> Paces:
     """How fast each device would go through each column; `members` has a row per column, an entry per device."""
     profiles = setting.profiles
     down, up = profiles.down_bytes_per_s, profiles.up_bytes_per_s
-    flops = effective_flops_per_s(profiles.flops_per_s, chunk, setting.stack.terms)
+    flops = effective_flops_per_s(profiles.flops_per_s, chunk, setting.sums.terms)
     free = profiles.memory_bytes - of.memory_bytes[:, None]
     able = members & (free >= 0)
     kept = np.maximum(free, 0.0) / of.kept_bytes_per_row[:, None]
@@ -144,20 +197,20 @@ def share_rows(pace: Paces, sequences: int, sequence: int, whole: Bools) -> tupl
     return np.where(pace.able.any(axis=1), end, np.inf), rows
 
 
-def judge(setting: Setting, stages: Sequence[Stage], chunk: int) -> ColumnPlan | None:
-    """The plan these stages make, with rows shared anew; None where memory does not hold it."""
-    profiles, stack = setting.profiles, setting.stack
-    columns = [(stage, column) for stage in stages for column in stage.slices]
+def judge(setting: Setting, stages: Sequence[Draft], chunk: int) -> ResidentPlan | None:
+    """The plan these stages make, with rows shared; None where memory does not hold it."""
+    profiles, sums = setting.profiles, setting.sums
+    columns = [(stage, group) for stage in stages for group in stage.members]
     members = np.zeros((len(columns), len(profiles)), dtype=np.bool_)
-    for number, (_, column) in enumerate(columns):
-        members[number, [share.device for share in column]] = True
-    runs = np.array([(stage.first, stage.count, len(stage.slices)) for stage, _ in columns])
-    of = units(stack, runs[:, 0], runs[:, 1], runs[:, 2], chunk=chunk)
+    for number, (_, group) in enumerate(columns):
+        members[number, list(group)] = True
+    runs = np.array([(stage.first, stage.count, len(stage.members)) for stage, _ in columns])
+    of = shard_costs(sums, runs[:, 0], runs[:, 1], runs[:, 2], chunk=chunk)
     pace = paces(setting, of, members, chunk)
-    ends, rows = share_rows(pace, setting.sequences, stack.sequence, of.takes_sequences)
+    ends, rows = share_rows(pace, setting.sequences, sums.sequence, of.takes_sequences)
     if not np.isfinite(ends).all():
         return None
-    flops = effective_flops_per_s(profiles.flops_per_s, chunk, stack.terms)
+    flops = effective_flops_per_s(profiles.flops_per_s, chunk, sums.terms)
     again = np.maximum(rows - pace.kept, 0.0) * of.again_bytes_per_row[:, None]
     down = of.down_bytes_per_row[:, None] * rows + again + np.where(rows > 0, of.sync_down_bytes[:, None], 0.0)
     up = of.up_bytes_per_row[:, None] * rows + np.where(rows > 0, of.sync_up_bytes[:, None], 0.0)
@@ -165,14 +218,14 @@ def judge(setting: Setting, stages: Sequence[Stage], chunk: int) -> ColumnPlan |
 
     part = rows / setting.rows
     medium = setting.medium_bytes_per_s
-    row_bytes = stack.hidden * stack.terms.activation_bytes
+    row_bytes = sums.hidden * sums.terms.activation_bytes
     link_s = 1 / np.minimum(profiles.down_bytes_per_s, medium) + 1 / np.minimum(profiles.up_bytes_per_s, medium)
     latency_s = 2 * part @ profiles.latency_s
     hop_s = latency_s + chunk * (part @ (2 * row_bytes * link_s) + of.flops_per_row * (part @ (1 / flops)))
     busiest = int(ends.argmax())
     # the busiest column's share of the first chunk is part of its work already
     counted_s = chunk * float(part[busiest] @ pace.row_s[busiest])
-    begins = np.concatenate([[0], np.cumsum([len(stage.slices) for stage in stages])[:-1]])
+    begins = np.concatenate([[0], np.cumsum([len(stage.members) for stage in stages])[:-1]])
     fill_s = float(np.maximum.reduceat(hop_s, begins).sum()) - counted_s
 
     parts_s: dict[ColumnLimit, float] = {
@@ -186,7 +239,7 @@ def judge(setting: Setting, stages: Sequence[Stage], chunk: int) -> ColumnPlan |
         "medium": (down_bytes + up_bytes) / medium,
     }
     limit = max(whole_s, key=lambda name: whole_s[name])
-    chunks = -(-stack.sequence // chunk)
+    chunks = -(-sums.sequence // chunk)
     stage_s = np.maximum.reduceat(hop_s, begins)
     journey_s = float(stage_s.sum() + (chunks - 1) * stage_s.max())  # of one sequence, there and back
     free = np.maximum(profiles.memory_bytes - of.memory_bytes[:, None], 0.0)
@@ -200,13 +253,20 @@ def judge(setting: Setting, stages: Sequence[Stage], chunk: int) -> ColumnPlan |
         limit, whole_s["compute"] = "compute", together_s - fill_s
     waiting_s = float(np.maximum.reduceat(latency_s, begins).sum())
     shared = iter(rows)
-    return ColumnPlan(
+    return ResidentPlan(
         stages=tuple(
-            replace(stage, slices=tuple(_shares(next(shared), stack.sequence) for _ in stage.slices))
+            Stage(
+                columns=tuple(
+                    Column(
+                        Shard(first=stage.first, count=stage.count, index=index, of=len(stage.members)),
+                        holdings(profiles.names, next(shared) / sums.sequence),
+                    )
+                    for index in range(len(stage.members))
+                )
+            )
             for stage in stages
         ),
         chunk=chunk,
-        step_s=whole_s[limit] + fill_s,
         busiest_s=whole_s[limit],
         fill_s=fill_s,
         down_bytes=down_bytes,
@@ -215,5 +275,6 @@ def judge(setting: Setting, stages: Sequence[Stage], chunk: int) -> ColumnPlan |
     )
 
 
-def _shares(rows: Floats, sequence: int) -> tuple[Share, ...]:
-    return tuple(Share(device, float(rows[device]) / sequence) for device in np.flatnonzero(rows).tolist())
+def holdings(names: Sequence[str], sequences: Floats) -> tuple[Holding, ...]:
+    """Holdings of the devices that have sequences."""
+    return tuple(Holding(DeviceId(names[i]), float(sequences[i])) for i in np.flatnonzero(sequences).tolist())

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.support.device_bench import Bench, Journey, assert_close
 from tests.support.plain_parts import HOW, KINDS, Maker, Plain, attentions, mlps, rotary_table
 
+from cleave.core.model.batch import Matrix
+from cleave.core.model.decoder import Attention, Head, Mlp, Part
 from cleave.device.programs import head as head_program
 from cleave.device.programs.kernels import Array, Kernel, NumpyKernel, TorchKernel
-from cleave.protocol.numbers import Matrix
-from cleave.protocol.programs import Attention, Head, Mlp, Part
 
 HIDDEN, HEAD_DIM = 12, 4
 steady = settings(max_examples=50, deadline=None, derandomize=True)

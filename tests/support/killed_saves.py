@@ -1,9 +1,10 @@
-"""A process that forks others to save checkpoints and has them killed; `test_checkpoint` runs it, once per law.
+"""A process that forks others to save checkpoints, and kills them; `test_checkpoint` runs it, once per law.
 
 It is a process of its own because a fork is safe only where one thread runs, and forks spare each victim the import of
-torch. Whatever a step saves follows from its number, so what is restored can be compared to the last bit.
+torch. A step's number determines what it saves, so what is restored can be compared to the last bit.
 
-    python dying_saves.py at-random DIRECTORY KILLS      python dying_saves.py at-each-operation DIRECTORY
+    python -m tests.support.killed_saves at-random DIRECTORY KILLS
+    python -m tests.support.killed_saves at-each-operation DIRECTORY SITUATION...
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +25,15 @@ from cleave.train.checkpoint import Position, RandomState, latest, path_of, rest
 
 OPERATIONS = {"open", "os.rename", "os.mkdir", "os.remove", "os.rmdir", "os.listdir", "os.scandir", "shutil.rmtree"}
 KEEP = 2
+SITUATIONS: dict[str, tuple[Sequence[int], Sequence[int], int]] = {
+    "first": ([], [], 1),
+    "next": ([3], [], 4),
+    "next-of-many": ([1, 2, 3], [], 4),
+    "same": ([4], [], 4),
+    "same-of-many": ([3, 4], [], 4),
+    "over-damage": ([3, 4], [4], 4),
+}
+"""Steps saved before, those of them whose checkpoints are damaged, and the step to save."""
 
 
 def of_step(step: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, Position]:
@@ -100,17 +110,11 @@ def at_random(run: Path, kills: int) -> None:
     print(f"{kills} kills, {in_the_middle} in the middle of a save, {step} steps")  # noqa: T201
 
 
-def at_each_operation(directory: Path) -> None:
-    """Killed before its first operation on the disk, before its second, and so on until a save comes to its end."""
+def at_each_operation(directory: Path, names: Sequence[str]) -> None:
+    """Kill a save before its first operation on the disk, before its second, and so on until one comes to its end."""
     kills = 0
-    for name, (before, damaged, step) in {
-        "first": ([], [], 1),
-        "next": ([3], [], 4),
-        "next-of-many": ([1, 2, 3], [], 4),
-        "same": ([4], [], 4),
-        "same-of-many": ([3, 4], [], 4),
-        "over-damage": ([3, 4], [4], 4),
-    }.items():
+    for name in names:
+        before, damaged, step = SITUATIONS[name]
         start = directory / name / "start"
         for number in before:
             save(start, *of_step(number), keep=99)
@@ -163,7 +167,8 @@ def dies_at(run: Path, step: int, operation: int) -> bool:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    of_step(0)  # loads what torch loads on first use, so that no child has to
     if sys.argv[1] == "at-random":
         at_random(Path(sys.argv[2]), int(sys.argv[3]))
     else:
-        at_each_operation(Path(sys.argv[2]))
+        at_each_operation(Path(sys.argv[2]), sys.argv[3:])

@@ -1,0 +1,152 @@
+"""What one shard of a decoder asks of a live device: the laws of `resident.py` with its exact numbers.
+
+For the server, which cuts a shard, reserves memory for it, sets deadlines and gives credit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from cleave.core.cost.resident import (
+    Products,
+    backward_flops,
+    forward_flops,
+    inside_numbers,
+    memory_bytes,
+    moved_bytes,
+    seen_keys,
+    sequence_bytes,
+    workspace_bytes,
+)
+from cleave.core.cost.terms import Terms, live_terms
+from cleave.core.cost.wire import DEVICE_BYTES
+from cleave.core.model.batch import Batch, Direction
+from cleave.core.model.decoder import Decoder
+from cleave.core.model.shard import Shard
+from cleave.core.model.sublayers import sublayers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ShardDemand:
+    """What a shard asks of its device for sequences of one length."""
+
+    hidden: int
+    sequence: int
+    terms: Terms
+    parts: int
+    params: int
+    trained: int
+    """numbers with a gradient; 0 where none are wanted"""
+    kv_width: int
+    inside: float
+    """numbers at work per row inside the widest sublayer"""
+    products: Products
+    """with weights; those of scores depend on where a row stands"""
+    rebuilt_products: int
+    """of a row whose K and V alone are made again"""
+    scores: tuple[ScoreWidths, ...]
+
+    @property
+    def trained_bytes(self) -> int:
+        return int(self.terms.accumulator_bytes * self.trained)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of each open sequence."""
+        return int(sequence_bytes(self.terms.state_bytes, self.kv_width, self.sequence))
+
+    def workspace_bytes(self, rows: int) -> int:
+        """Bytes of a unit beside its operands."""
+        keys = self.sequence if self.scores else 0
+        return int(
+            workspace_bytes(self.terms, rows, parts=self.parts, hidden=self.hidden, inside=self.inside, keys=keys)
+        )
+
+    def memory_bytes(self, chunk: int, open_sequences: int, tables_bytes: int) -> int:
+        """Bytes of the whole shard with so many sequences open and a chunk at work."""
+        rows = min(chunk, self.sequence)
+        return int(
+            memory_bytes(
+                self.terms,
+                params=self.params,
+                trained=self.trained,
+                states=open_sequences * self.state_bytes,
+                workspace=self.workspace_bytes(rows),
+                moved=moved_bytes(self.terms, rows, self.hidden),
+                tables=tables_bytes,
+            )
+        )
+
+    def sequences_within(self, room_bytes: int, chunk: int, tables_bytes: int, most: int, shards: int = 1) -> int:
+        """How many sequences, up to `most`, can be open in so much memory; 0: the shard does not fit.
+
+        With several `shards` on one device each gets its part of what is left for open sequences.
+        """
+        left = room_bytes - self.memory_bytes(chunk, 0, tables_bytes)
+        if left < 0:
+            return 0
+        return min(most, left // (self.state_bytes * shards)) if self.state_bytes else most
+
+    def flops(self, direction: Direction, first_row: int, rows: int, *, is_silent: bool = False) -> float:
+        """FLOPs of a unit: some rows of a sequence, one way; a silent forward only makes K and V again."""
+        whole = passed = rebuilt = 0.0
+        for window, width, passed_width, rebuilt_width in self.scores:
+            keys = seen_keys(first_row, rows, window) / rows
+            whole, passed, rebuilt = whole + width * keys, passed + passed_width * keys, rebuilt + rebuilt_width * keys
+        row = self.products._replace(scores=whole, passed_scores=passed)
+        if direction == "backward":
+            return float(rows * backward_flops(row))
+        if is_silent:
+            row = row._replace(weights=self.rebuilt_products, scores=rebuilt)
+        return float(rows * forward_flops(row))
+
+
+class ScoreWidths(NamedTuple):
+    """Widths of the queries of all attentions with the same window."""
+
+    window: int | None
+    whole: int
+    passed: int
+    """of those that backward passes again on its way to later sublayers"""
+    rebuilt: int
+    """of those before the last attention, which a rebuilding of K and V passes"""
+
+
+def shard_demand(decoder: Decoder, shard: Shard, sequence: int, *, is_trained: bool = True) -> ShardDemand:
+    """The demand of a shard, slice or not, with its exact numbers; without `is_trained` no gradients are wanted."""
+    of, terms = sublayers(decoder, shard, is_trained=is_trained), live_terms("fp32")
+    attentions = [number for number, sublayer in enumerate(of) if sublayer.kind == "attention"]
+    last = attentions[-1] if attentions else 0
+    windows: dict[int | None, list[int]] = {}
+    for number in attentions:
+        widths = windows.setdefault(of[number].window, [0, 0, 0])
+        for place, is_in in enumerate((True, number < len(of) - 1, number < last)):
+            widths[place] += of[number].inner if is_in else 0
+    return ShardDemand(
+        hidden=decoder.hidden,
+        sequence=sequence,
+        terms=terms,
+        parts=sum(sublayer.kind != "head" for sublayer in of),
+        params=sum(sublayer.params for sublayer in of),
+        trained=sum(sublayer.trained for sublayer in of),
+        kv_width=sum(sublayer.kv_width for sublayer in of),
+        inside=max(inside_numbers(sublayer, terms) for sublayer in of),
+        products=Products(
+            weights=sum(sublayer.products for sublayer in of),
+            gradients=sum(sublayer.gradient_products for sublayer in of),
+            rebuilt=sum(sublayer.rebuilt_products for sublayer in of),
+            passed=sum(sublayer.passed_products for sublayer in of[:-1]),
+            scores=0.0,
+            passed_scores=0.0,
+        ),
+        rebuilt_products=sum(sublayer.products for sublayer in of[: last + 1]) - of[last].passed_products
+        if attentions
+        else 0,
+        scores=tuple(ScoreWidths(window, *widths) for window, widths in windows.items()),
+    )
+
+
+def tables_bytes(batch: Batch[object]) -> int:
+    """Bytes of positions and a mask on a device."""
+    return DEVICE_BYTES * ((0 if batch.rotary is None else batch.rotary.size) + batch.sequence)

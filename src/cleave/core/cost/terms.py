@@ -1,0 +1,107 @@
+"""Terms of resident shards: bytes of one number by where it is, and what a device makes again in backward.
+
+`live_terms` are those of today's devices, `lean_terms` those of devices that hold as little as they can: plans of named
+models use the latter, plans of a live server the former. The laws that use them are in `resident.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from cleave.core.cost.wire import DEVICE_BYTES, WIRE_BYTES, WireFormat
+
+RUNTIME_BYTES = 16e6
+"""A device's own buffers beside everything counted here."""
+ALLOWANCE_BYTES = 64 << 20
+"""What computing may take beyond the memory a live device offers: tiles and buffers, however small the task."""
+STATE_NUMBER_BYTES = 4 * DEVICE_BYTES
+"""Keys, values and their gradients on a live device, per token of an open sequence and number of K."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """Bytes of one number by where it is, and what a device makes again in backward."""
+
+    activation_bytes: float
+    """on the wire, as are weights and gradients"""
+    weight_bytes: float
+    gradient_bytes: float
+    resident_bytes: float
+    """of a parameter on the device"""
+    accumulator_bytes: float
+    """of a trained parameter's gradient on the device"""
+    state_bytes: float
+    """K, V and their gradients, per token of an open sequence and number of K"""
+    working_bytes: float
+    """activations on the device"""
+    attention_numbers: float
+    """at work per row inside a sublayer, in widths of its inner activation"""
+    mlp_numbers: float
+    head_numbers: float
+    score_numbers: float
+    """at work per row of an attention, in keys of the sequence"""
+    hidden_numbers: float
+    """at work per row, in hidden widths: results and copies"""
+    moved_numbers: float
+    """held per row beside them, in hidden widths: x and dy"""
+    entering_numbers: float
+    """per row and part, in hidden widths: what entered it"""
+    tables_bytes: float
+    """per row of a sequence: positions, mask"""
+    runtime_bytes: float
+    """a device's own buffers beside everything counted here"""
+    is_thin: bool
+    """reading weights costs what was measured (`thin_effort`); else what memory bandwidth allows"""
+    recomputes: Literal["once", "by sublayer"]
+    """backward: the whole forward once more, or first what enters each sublayer and then, one by one, their insides"""
+
+
+def live_terms(wire: WireFormat) -> Terms:
+    """What live devices do: fp32 at rest, the wire's format on the way."""
+    size = WIRE_BYTES[wire]
+    return Terms(
+        activation_bytes=size,
+        weight_bytes=size,
+        gradient_bytes=size,
+        resident_bytes=DEVICE_BYTES,
+        accumulator_bytes=DEVICE_BYTES,
+        state_bytes=STATE_NUMBER_BYTES,
+        working_bytes=DEVICE_BYTES,
+        attention_numbers=8,
+        mlp_numbers=6,
+        head_numbers=1,
+        score_numbers=1,
+        hidden_numbers=8,
+        moved_numbers=2,
+        entering_numbers=1,
+        tables_bytes=1028,
+        runtime_bytes=0,
+        is_thin=True,
+        recomputes="by sublayer",
+    )
+
+
+def lean_terms(wire: WireFormat) -> Terms:
+    """The least a device can hold: 16-bit weights, gradients and activations, dK and dV in fp32."""
+    size = WIRE_BYTES[wire]
+    return Terms(
+        activation_bytes=size,
+        weight_bytes=size,
+        gradient_bytes=size,
+        resident_bytes=2,
+        accumulator_bytes=2,
+        state_bytes=12,
+        working_bytes=2,
+        attention_numbers=4,
+        mlp_numbers=4,
+        head_numbers=4,
+        score_numbers=2,
+        hidden_numbers=6,
+        moved_numbers=0,
+        entering_numbers=0,
+        tables_bytes=0,
+        runtime_bytes=RUNTIME_BYTES,
+        is_thin=False,
+        recomputes="once",
+    )

@@ -1,0 +1,184 @@
+"""Sublayers as the cost model sees them: sizes alone, from a model's shape or from a decoder's description.
+
+Numbers are counted in elements, products in multiply-adds of one row. A slice of a sublayer has the same fields, so
+that what a shard costs is what its sublayers, or its slice, cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cleave.core.model.decoder import Attention, Decoder, Head, Mlp, View, Weight, weights_of
+from cleave.core.model.shapes import ModelShape
+from cleave.core.model.shard import Shard, most_slices
+
+SublayerKind = Literal["attention", "mlp", "head"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sublayer:
+    kind: SublayerKind
+    params: int
+    """resident numbers: weights, biases, norm, adapters"""
+    trained: int
+    """of them, those sent anew each step and whose gradient comes back"""
+    kv_width: int
+    """attention: width of K, and of V; else 0"""
+    inner: int
+    """widest inner activation of a row: q width, ffn, vocabulary"""
+    slices: int
+    """the most slices it can be cut into: kv heads, ffn, vocabulary"""
+    products: int
+    """of a row with all weights"""
+    gradient_products: int
+    """of a row for the gradients of trained weights"""
+    rebuilt_products: int
+    """of `products`, those made again inside backward: without the last map, whose output nobody needs"""
+    passed_products: int
+    """of `products`, those made again to have what enters the next sublayer, where K and V are kept; 0 for the head"""
+    undivided: int = 0
+    """of `params`, those that every slice holds in full: norms, biases of summed outputs"""
+    undivided_trained: int = 0
+    window: int | None = None
+    """attention: how many keys a row sees at most"""
+
+    def allows(self, slices: int) -> bool:
+        """Heads are few and stay whole, so they must go into slices evenly; columns and words are many."""
+        return self.slices % slices == 0 if self.kind == "attention" and slices else slices <= self.slices
+
+
+def sublayers_of(shape: ModelShape, *, trained: bool = True) -> tuple[Sublayer, ...]:
+    """Attention and MLP of every layer, then the head; the token table stays on the server."""
+    share = 1 if trained else 0
+    query, key = shape.hidden * shape.q_width, shape.hidden * shape.kv_width
+    norm = shape.norm_vectors * shape.hidden
+    attention = Sublayer(
+        kind="attention",
+        params=shape.attention_params,
+        trained=share * shape.attention_params,
+        kv_width=shape.kv_width,
+        inner=shape.q_width,
+        slices=shape.kv_heads,
+        products=2 * query + 2 * key,
+        gradient_products=share * (2 * query + 2 * key),
+        rebuilt_products=query,
+        passed_products=2 * query,
+        undivided=norm + shape.hidden * shape.out_bias,
+        undivided_trained=share * (norm + shape.hidden * shape.out_bias),
+    )
+    side = shape.hidden * shape.ffn
+    products = shape.gemm_params_per_layer - attention.products
+    mlp = Sublayer(
+        kind="mlp",
+        params=shape.mlp_params,
+        trained=share * shape.mlp_params,
+        kv_width=0,
+        inner=shape.ffn,
+        slices=shape.ffn,
+        products=products,
+        gradient_products=share * products,
+        rebuilt_products=products - side,
+        passed_products=products,
+        undivided=norm + shape.hidden * shape.mlp_bias,
+        undivided_trained=share * (norm + shape.hidden * shape.mlp_bias),
+    )
+    head_params = shape.head_gemm_params + shape.final_norm_params
+    head = Sublayer(
+        kind="head",
+        params=head_params,
+        trained=share * head_params,
+        kv_width=0,
+        inner=shape.vocab,
+        slices=shape.vocab,
+        products=shape.head_gemm_params,
+        gradient_products=share * shape.head_gemm_params,
+        rebuilt_products=shape.head_gemm_params,
+        passed_products=0,
+        undivided=shape.final_norm_params,
+        undivided_trained=share * shape.final_norm_params,
+    )
+    return (attention, mlp) * shape.layers + (head,)
+
+
+def sublayers(decoder: Decoder, shard: Shard | None = None, *, is_trained: bool = True) -> tuple[Sublayer, ...]:
+    """The sublayers of a decoder, or of a shard of it; without `is_trained` no gradients are wanted."""
+    shard = shard or Shard(first=0, count=len(decoder.sublayers))
+    return tuple(
+        _sublayer(decoder, Shard(first=number, count=1, index=shard.index, of=shard.of), is_trained=is_trained)
+        for number in range(shard.first, shard.stop)
+    )
+
+
+def _sublayer(decoder: Decoder, shard: Shard, *, is_trained: bool) -> Sublayer:
+    views: list[View] = []
+
+    def name(view: View) -> int:
+        views.append(view)
+        return len(views) - 1
+
+    parts, head = shard.cut(decoder, name)
+    sublayer = head or parts[0]
+    trained = [is_trained and decoder.parameters[view.parameter].is_trained for view in views]
+    counted = _Counted(views, trained)
+    weights = weights_of(sublayer)
+    match sublayer:
+        case Attention():
+            kind, widest, summed = "attention", sublayer.q, sublayer.o
+            rebuilt, passed = counted.products(sublayer.q), counted.products(sublayer.q) + counted.products(sublayer.o)
+        case Mlp():
+            kind, widest, summed = "mlp", sublayer.up, sublayer.down
+            rebuilt, passed = sum(counted.products(w) for w in weights[:-1]), sum(counted.products(w) for w in weights)
+        case Head():
+            kind, widest, summed = "head", sublayer.weight, None
+            rebuilt, passed = counted.products(sublayer.weight), 0
+    undivided = counted.undivided(sublayer, summed)
+    distinct = {view: number for number, view in enumerate(views)}.values()
+    return Sublayer(
+        kind=kind,
+        params=sum(views[number].area for number in distinct),
+        trained=sum(views[number].area for number in distinct if trained[number]),
+        kv_width=sum(shard.kv_widths(decoder)),
+        inner=counted.out_width(widest),
+        slices=most_slices(decoder, shard.first) if shard.of == 1 else 1,
+        products=sum(counted.products(weight) for weight in weights),
+        gradient_products=sum(counted.gradient_products(weight) for weight in weights),
+        rebuilt_products=rebuilt,
+        passed_products=passed,
+        undivided=sum(views[number].area for number in undivided),
+        undivided_trained=sum(views[number].area for number in undivided if trained[number]),
+        window=sublayer.window if isinstance(sublayer, Attention) else None,
+    )
+
+
+class _Counted:
+    """Products of weights that name `views`."""
+
+    def __init__(self, views: Sequence[View], trained: Sequence[bool]) -> None:
+        self._views, self._trained = views, trained
+
+    def out_width(self, weight: Weight) -> int:
+        view = self._views[weight.weight]
+        return view.width if weight.is_transposed else view.height
+
+    def products(self, weight: Weight) -> int:
+        return self._views[weight.weight].area + self._adapter(weight)
+
+    def gradient_products(self, weight: Weight) -> int:
+        whole = self._views[weight.weight].area if self._trained[weight.weight] else 0
+        return whole + sum(self._trained[number] for number in weight.adapter or ()) * self._adapter(weight)
+
+    def undivided(self, sublayer: Attention | Mlp | Head, summed: Weight | None) -> list[int]:
+        """Norms, the bias of a summed output, and of adapters the side that a cut does not divide."""
+        norm = sublayer.norm
+        numbers = [] if norm is None else [norm.weight, norm.bias]
+        for weight in weights_of(sublayer):
+            if weight is summed:
+                numbers.append(weight.bias)
+            if weight.adapter is not None:
+                numbers.append(weight.adapter[1 if weight is summed else 0])
+        return [number for number in numbers if number is not None]
+
+    def _adapter(self, weight: Weight) -> int:
+        return sum(self._views[number].area for number in weight.adapter or ())

@@ -1,0 +1,213 @@
+"""Where work is done: on this server, as products on devices, or by layers that stay on devices; and why.
+
+Each choice is made once, before the work starts, from what the cost model predicts for the fleet as it is. It carries
+the plan, which names devices, and its reason in words; whoever does the work reads the plan it was given. Pure: asked
+again with the same arguments it answers the same, in this process or another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from cleave.core.cost.gemm import layer_bytes
+from cleave.core.cost.rates import handling_s
+from cleave.core.cost.wire import WireFormat
+from cleave.core.fleet.profiles import Profiles
+from cleave.core.model.decoder import Attention, Decoder
+from cleave.core.model.gemms import Linear, decoder_attention_flops, decoder_linears
+from cleave.core.model.sublayers import sublayers
+from cleave.core.plan.gemm.layer import LinearPlan, plan_linear
+from cleave.core.plan.resident.small_fleet import plan_columns
+from cleave.core.plan.resident.stages import ResidentPlan, Stage
+from cleave.errors import InfeasibleError
+
+Arrange = Callable[..., ResidentPlan]
+"""`plan_columns`, or another way to place shards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What choices depend on beside the work and the devices."""
+
+    wire: WireFormat
+    medium_bytes_per_s: float = math.inf
+    """Shared by everything down and up, as on one Wi-Fi."""
+    cores: float = math.inf
+    """How many devices can compute at once: those on one machine share its cores."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local:
+    """The process that trains: how fast it is, and whether it may compute what devices could."""
+
+    flops_per_s: float = math.inf
+    may_compute: bool = False
+
+
+# ------------------------------------------------------------------------------------------------ one linear layer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerChoice:
+    plan: LinearPlan | None
+    """None where no device can do it, or none is there."""
+    is_remote: bool
+    reason: str
+
+
+def choose_layer(linear: Linear, profiles: Profiles | None, setting: Setting, local: Local) -> LayerChoice:
+    """Send a linear layer's products to devices, or keep them on the server."""
+    if profiles is None:
+        return LayerChoice(plan=None, is_remote=not local.may_compute, reason="no device is there")
+    try:
+        plan = plan_linear(profiles, linear, setting.wire)
+    except InfeasibleError as fault:
+        return LayerChoice(plan=None, is_remote=not local.may_compute, reason=str(fault))
+    local_s = linear.flops / local.flops_per_s
+    is_remote = not local.may_compute or plan.total_s < local_s
+    where = "go to devices" if is_remote else "stay on the server"
+    reason = (
+        f"gemms of {linear.tokens} tokens x {linear.in_width} x {linear.out_width} {where}: "
+        f"{plan.total_s * 1e3:.1f} ms on devices, {local_s * 1e3:.1f} ms here"
+    )
+    return LayerChoice(plan=plan, is_remote=is_remote, reason=reason)
+
+
+# ------------------------------------------------------------------------------------------------ a decoder
+
+
+@dataclass(frozen=True, slots=True)
+class PassWork:
+    """A batch through a decoder, as far as plans depend on it."""
+
+    decoder: Decoder
+    sequences: int
+    sequence: int
+    is_trained: bool
+
+    @property
+    def linears(self) -> Iterator[Linear]:
+        """The products of a step, those that read the same rows together."""
+        return decoder_linears(self.decoder, self.sequences * self.sequence, is_trained=self.is_trained)
+
+    @property
+    def attention_flops(self) -> float:
+        """FLOPs of scores and what follows from them, which products leave to the server."""
+        return decoder_attention_flops(self.decoder, self.sequences, self.sequence, is_trained=self.is_trained)
+
+    @property
+    def flops(self) -> float:
+        return sum(linear.flops for linear in self.linears) + self.attention_flops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassChoice:
+    is_resident: bool
+    """Layers stay on devices; else they are computed product by product."""
+    plan: ResidentPlan | None
+    """Who holds them; None where they must stay on devices and no device is there yet."""
+    reason: str
+    resident_s: float = math.inf
+    gemm_s: float = math.inf
+    local_s: float = math.inf
+
+
+def choose_pass(
+    work: PassWork,
+    profiles: Profiles | None,
+    setting: Setting,
+    local: Local,
+    *,
+    must: bool = False,
+    previous: ResidentPlan | None = None,
+    arrange: Arrange = plan_columns,
+) -> PassChoice:
+    """Let layers stay on devices, or compute them product by product, whichever takes less time.
+
+    With `must` layers stay wherever they can. `previous` is kept unless another arrangement is clearly faster.
+    """
+    if profiles is None:
+        return PassChoice(is_resident=must, plan=None, reason="no device is there")
+    try:
+        plan = plan_pass(work, profiles, setting, previous=previous, arrange=arrange)
+    except InfeasibleError as fault:
+        return PassChoice(is_resident=False, plan=None, reason=f"no layers can be resident: {fault}")
+    resident_s = plan.step_s + handling_s(plan.down_bytes, plan.up_bytes)
+    if not work.is_trained:
+        resident_s /= 3 if plan.limit == "compute" else 2  # forward alone, of what would go back too
+    gemm_s = gemms_s(work, profiles, setting) + work.attention_flops / local.flops_per_s
+    local_s = work.flops / local.flops_per_s if local.may_compute else math.inf
+    best_s = min(gemm_s, local_s)
+    if not must and best_s < resident_s:
+        where = "on devices" if gemm_s < local_s else "on this server"
+        reason = f"{best_s:.3g} s a step {where}, {resident_s:.3g} s with resident layers (limit: {plan.limit})"
+        return PassChoice(
+            is_resident=False, plan=None, reason=reason, resident_s=resident_s, gemm_s=gemm_s, local_s=local_s
+        )
+    beside = "gemms do not fit" if gemm_s == math.inf else f"{gemm_s:.3g} s with gemms"
+    if local_s < math.inf:
+        beside += f", {local_s:.3g} s on this server alone"
+    held = "; ".join(_described(stage, work.decoder) for stage in plan.stages)
+    reason = (
+        f"{resident_s:.3g} s a step predicted (limit: {plan.limit}), {beside}; chunks of {plan.chunk} tokens; {held}"
+    )
+    return PassChoice(is_resident=True, plan=plan, reason=reason, resident_s=resident_s, gemm_s=gemm_s, local_s=local_s)
+
+
+def plan_pass(
+    work: PassWork,
+    profiles: Profiles,
+    setting: Setting,
+    *,
+    previous: ResidentPlan | None = None,
+    arrange: Arrange = plan_columns,
+) -> ResidentPlan:
+    """Place a decoder's layers; InfeasibleError where they do not fit."""
+    return arrange(
+        profiles,
+        sublayers(work.decoder, is_trained=work.is_trained),
+        hidden=work.decoder.hidden,
+        sequences=work.sequences,
+        sequence=work.sequence,
+        wire=setting.wire,
+        medium_bytes_per_s=setting.medium_bytes_per_s,
+        cores=setting.cores,
+        previous=previous,
+    )
+
+
+def gemms_s(work: PassWork, profiles: Profiles, setting: Setting) -> float:
+    """Seconds of a step as products alone; infinite if the fleet cannot hold their blocks."""
+    seconds: dict[Linear, float] = {}
+    total_s = 0.0
+    try:
+        for linear in work.linears:
+            if linear not in seconds:
+                down, up = layer_bytes(linear, len(profiles), setting.wire)
+                planned_s = max(
+                    plan_linear(profiles, linear, setting.wire).total_s,
+                    (down + up) / setting.medium_bytes_per_s,
+                    float(linear.flops / profiles.flops_per_s.mean() / setting.cores),
+                )
+                seconds[linear] = planned_s + handling_s(down, up)
+            total_s += seconds[linear]
+    except InfeasibleError:
+        return math.inf
+    return total_s
+
+
+def _described(stage: Stage, decoder: Decoder) -> str:
+    first, last = stage.shards[0].first, stage.shards[0].stop - 1
+    what = _named(first, decoder) if first == last else f"{_named(first, decoder)} to {_named(last, decoder)}"
+    if len(stage.shards) > 1:
+        what += f" in {len(stage.shards)} slices"
+    return f"{what} on {', '.join(stage.devices)}"
+
+
+def _named(sublayer: int, decoder: Decoder) -> str:
+    if sublayer == len(decoder.parts):
+        return "the head"
+    layer = sum(isinstance(part, Attention) for part in decoder.parts[: sublayer + 1])
+    return f"{'attention' if isinstance(decoder.parts[sublayer], Attention) else 'MLP'} {layer}"

@@ -1,0 +1,218 @@
+"""The tasks of one device: those that wait, those that run, and when each should be done.
+
+A task starts when it is next (lower priority number first, then in order of submission), when few others are
+unfinished, and when its operands and result fit into the device's memory. From the device's measured pace follows when
+it should be done; some time after that it is late, and a longer time after that its deadline has passed. A cancelled
+task keeps its turn and its memory until the cancellation is sent, as its operands may still be on their way.
+All moments are in ledger time (see `ledger.py`).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from cleave.core.cost.rates import Pace
+from cleave.core.schedule.device_memory import DeviceMemory
+from cleave.core.schedule.rectangles import Rectangle, total, within, without
+from cleave.core.schedule.tasks import Command, DeviceId, Forget, OperandId, Refuse, Start, Task, TaskId
+
+IN_FLIGHT = 6
+"""Unfinished tasks a device may have: enough that its links and its compute never wait for the server."""
+LATE_S, LATE_TIMES = 0.5, 3.0
+"""Slack before a task is late: seconds, plus a multiple of its predicted duration."""
+DEADLINE_S, DEADLINE_TIMES = 10.0, 10.0
+"""Slack before its deadline, if nothing of it arrives in between."""
+_MAX_PIECES = 64  # of what a device owes of one task; honest devices return bands
+_MAX_CANCELLED = 256  # cancelled tasks remembered, as their results may still be on their way
+
+
+@dataclass(slots=True)
+class Running:
+    """A task that its device was told to run."""
+
+    task: Task
+    owed: list[Rectangle]
+    """Parts that the device has not returned, needed or not."""
+    expected_s: float
+    started: float
+    late_at: float
+    deadline: float
+    hedged_at: float | None = None
+    is_cancelled: bool = False
+
+    def is_late(self, now: float) -> bool:
+        return not self.is_cancelled and now > self.late_at
+
+    def progressed(self, now: float) -> None:
+        """Extend the deadline: a part of the result arrived."""
+        self.deadline = max(self.deadline, now + DEADLINE_S + DEADLINE_TIMES * self.expected_s)
+
+    def delay(self, seconds: float) -> None:
+        """Wait for a more urgent task."""
+        self.late_at += seconds
+        self.deadline += seconds
+
+    @property
+    def hedge_at(self) -> float:
+        """When the task should be hedged, again or for the first time, if its device is late; never if it is bound."""
+        if self.task.is_bound:
+            return math.inf
+        return -math.inf if self.hedged_at is None else self.hedged_at + LATE_S + self.expected_s
+
+
+class DeviceQueue:
+    def __init__(self, device: DeviceId, memory: DeviceMemory, pace: Pace) -> None:
+        self.device, self.memory, self.pace = device, memory, pace
+        self.running: dict[TaskId, Running] = {}
+        self.busy_until = -math.inf
+        """When the running tasks should be done."""
+        self._waiting: list[tuple[int, int, Task]] = []
+        """A heap by priority and number of submission."""
+        self._cancelled: deque[TaskId] = deque(maxlen=_MAX_CANCELLED)
+
+    # -------------------------------------------------------------------------------------------- questions
+
+    @property
+    def live(self) -> list[Running]:
+        """Running tasks that are not cancelled."""
+        return [entry for entry in self.running.values() if not entry.is_cancelled]
+
+    @property
+    def waiting(self) -> list[Task]:
+        """Waiting tasks in the order in which they should start."""
+        return [task for _, _, task in sorted(self._waiting, key=lambda entry: entry[:2])]
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._waiting) + len(self.live)
+
+    @property
+    def free_at(self) -> float:
+        """When the running tasks should be done; minus infinity if the device is idle."""
+        return self.busy_until if self.running or self._waiting else -math.inf
+
+    def needs(self, operand: OperandId) -> bool:
+        return any(operand == other.id for entry in self.live for other in entry.task.operands)
+
+    def was_cancelled(self, id: TaskId) -> bool:
+        entry = self.running.get(id)
+        return id in self._cancelled if entry is None else entry.is_cancelled
+
+    def expects(self, id: TaskId, part: Rectangle) -> Task | Refuse:
+        """The running task that this rectangle is a result of; Refuse if the device does not owe it."""
+        entry = self.running.get(id)
+        if entry is None:
+            reason = f"result of task {id}, which this device does not run"
+            return Refuse(self.device, reason, is_fault=not self.was_cancelled(id))
+        if total(within(entry.owed, part)) != part.area or part.area <= 0:
+            return Refuse(self.device, f"{part} of task {id}, which this device does not owe", is_fault=True)
+        if entry.is_cancelled:
+            return Refuse(self.device, f"result of task {id}, which was cancelled", is_fault=False)
+        if len(without(entry.owed, part)) > _MAX_PIECES:
+            reason = f"result of task {id} in more than {_MAX_PIECES} scattered pieces"
+            return Refuse(self.device, reason, is_fault=True)
+        return entry.task
+
+    def lags(self, now: float) -> bool:
+        return any(entry.is_late(now) for entry in self.running.values())
+
+    def overdue(self, now: float) -> Running | None:
+        """A task whose deadline has passed."""
+        return next((entry for entry in self.live if now > entry.deadline), None)
+
+    def next_check(self, now: float, *, can_move: bool) -> float:
+        """The moment after which a task may become late or overdue or, if work can move to others, needs a hedge.
+
+        Never too late; too early where deadlines are extended or tasks end before it comes.
+        """
+        soonest, lags = math.inf, False
+        for entry in self.running.values():
+            if not entry.is_cancelled:
+                is_late = now > entry.late_at
+                soonest = min(soonest, entry.deadline if is_late else entry.late_at)
+                lags |= is_late
+        if lags and can_move:
+            if any(not task.is_bound for _, _, task in self._waiting):
+                return -math.inf
+            soonest = min(soonest, *(entry.hedge_at for entry in self.live))
+        return soonest
+
+    # -------------------------------------------------------------------------------------------- changes
+
+    def enqueue(self, task: Task, number: int) -> None:
+        heapq.heappush(self._waiting, (task.priority, number, task))
+
+    def dequeue(self, tasks: Collection[TaskId]) -> None:
+        """Remove waiting tasks."""
+        if len(tasks) == 1 and self._waiting[0][2].id in tasks:
+            heapq.heappop(self._waiting)
+        else:
+            self._waiting = [entry for entry in self._waiting if entry[2].id not in tasks]
+            heapq.heapify(self._waiting)
+
+    def start(self, now: float) -> list[Command]:
+        """Start waiting tasks in their order, while there is a turn and memory for them."""
+        commands: list[Command] = []
+        while self._waiting and len(self.running) < IN_FLIGHT:
+            placed = self._place(self._waiting[0][2])
+            if placed is None and not self.running:  # the first waits for memory that only later ones can free
+                placed = next(filter(None, map(self._place, self.waiting[1:])), None)
+            if placed is None:
+                break
+            start, evicted, down_bytes = placed
+            if evicted:
+                commands.append(Forget(self.device, evicted))
+            commands.append(start)
+            self.dequeue((start.task.id,))
+            self._expect(start.task, down_bytes, now)
+        return commands
+
+    def finish(self, id: TaskId, now: float) -> tuple[OperandId, ...]:
+        """Remove a running task; return the operands that the device must drop."""
+        entry = self.running.pop(id)
+        if entry.is_cancelled:
+            self._cancelled.append(id)
+        self.busy_until = min(self.busy_until, now + sum(other.expected_s for other in self.running.values()))
+        return self.memory.unplace(entry.task)
+
+    def extend_deadlines(self, now: float) -> None:
+        """Give all running tasks more time: the device is making progress on some of them."""
+        for entry in self.running.values():
+            entry.deadline = max(entry.deadline, now + DEADLINE_S)
+
+    def check(self) -> None:
+        """Assert the invariants."""
+        self.memory.check(entry.task for entry in self.running.values())
+        assert all(entry.owed for entry in self.running.values()), "a task with nothing owed is over"
+        assert len(self.running) <= IN_FLIGHT
+        fits = [task for task in self.waiting if self.memory.has_room_for(task)]
+        assert self.running or not fits, "a device with waiting tasks that fit runs one"
+
+    def _place(self, task: Task) -> tuple[Start, tuple[OperandId, ...], int] | None:
+        """Place a task into memory; with it the operands evicted for it and the bytes to send. None without room."""
+        missing = self.memory.missing(task)
+        evicted = self.memory.place(task)
+        if evicted is None:
+            return None
+        start = Start(task, tuple(operand.id for operand in missing))
+        return start, evicted, sum(operand.wire_bytes for operand in missing)
+
+    def _expect(self, task: Task, down_bytes: int, now: float) -> None:
+        """Predict when a task that starts now is done, after those that run already."""
+        expected_s = self.pace.seconds(down_bytes, task.flops * task.effort, task.up_bytes)
+        for other in self.running.values():
+            if other.task.priority > task.priority:
+                other.delay(expected_s)
+        self.busy_until = max(self.busy_until, now) + expected_s
+        self.running[task.id] = Running(
+            task=task,
+            owed=[task.whole],
+            expected_s=expected_s,
+            started=now,
+            late_at=self.busy_until + LATE_S + LATE_TIMES * expected_s,
+            deadline=self.busy_until + DEADLINE_S + DEADLINE_TIMES * expected_s,
+        )

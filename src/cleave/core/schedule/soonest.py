@@ -1,0 +1,91 @@
+"""Devices ordered by a moment each, soonest first: any change costs O(log devices), and nothing visits all of them.
+
+A binary heap that knows the place of each device, so that moments can change and devices can leave at any time.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+
+from cleave.core.schedule.tasks import DeviceId
+
+_Entry = tuple[float, int, DeviceId]
+"""Moment, number of the change that set it, device: no two entries are equal."""
+
+
+class Soonest:
+    def __init__(self) -> None:
+        self._heap: list[_Entry] = []
+        self._places: dict[DeviceId, int] = {}
+        """device -> index of its entry in the heap"""
+        self._changes = 0
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def moment(self, device: DeviceId) -> float:
+        """The device's moment; infinity if none is set."""
+        place = self._places.get(device)
+        return math.inf if place is None else self._heap[place][0]
+
+    def put(self, device: DeviceId, moment: float) -> None:
+        """Set a device's moment; of equal moments, the one set first comes first."""
+        place = self._places.get(device)
+        if place is None:
+            place = len(self._heap)
+            self._heap.append((math.inf, 0, device))  # keeps the place
+        elif self._heap[place][0] == moment:
+            return
+        self._changes += 1
+        self._settle(place, (moment, self._changes, device))
+
+    def put_earlier(self, device: DeviceId, moment: float) -> None:
+        """Set a device's moment unless it has an earlier one."""
+        if moment < self.moment(device):
+            self.put(device, moment)
+
+    def discard(self, device: DeviceId) -> None:
+        place = self._places.pop(device, None)
+        if place is not None:
+            last = self._heap.pop()
+            if place < len(self._heap):
+                self._settle(place, last)
+
+    def pop_before(self, moment: float) -> list[DeviceId]:
+        """Remove and return the devices whose moments lie before the given one, soonest first."""
+        due: list[DeviceId] = []
+        while self._heap and self._heap[0][0] < moment:
+            device = self._heap[0][2]
+            self.discard(device)
+            due.append(device)
+        return due
+
+    def first(self, limit: int) -> list[DeviceId]:
+        """Up to `limit` devices, soonest first, at O(limit log limit)."""
+        found: list[DeviceId] = []
+        frontier = [(self._heap[0], 0)] if self._heap else []
+        while frontier and len(found) < limit:
+            (_, _, device), place = heapq.heappop(frontier)
+            found.append(device)
+            for child in range(2 * place + 1, min(2 * place + 3, len(self._heap))):
+                heapq.heappush(frontier, (self._heap[child], child))
+        return found
+
+    def _settle(self, place: int, entry: _Entry) -> None:
+        """Put an entry into a free place, or as far above or below it as the order demands."""
+        heap, places = self._heap, self._places
+        while place > 0 and entry < heap[above := (place - 1) // 2]:
+            heap[place] = heap[above]
+            places[heap[place][2]] = place
+            place = above
+        while (below := 2 * place + 1) < len(heap):
+            if below + 1 < len(heap) and heap[below + 1] < heap[below]:
+                below += 1
+            if entry < heap[below]:
+                break
+            heap[place] = heap[below]
+            places[heap[place][2]] = place
+            place = below
+        heap[place] = entry
+        places[entry[2]] = place

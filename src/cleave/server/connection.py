@@ -1,0 +1,238 @@
+"""One device's connection, from its hello to its last byte: commands out, results in, a heartbeat in between.
+
+It decides nothing. Messages that came become events of the engine; commands become messages in the device's outbox,
+the most urgent first. A device that breaks the protocol, stalls or vanishes ends its own connection and no other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from cleave import events
+from cleave.core.cost.wire import encoded_bytes
+from cleave.core.schedule.ledger import Ledger
+from cleave.core.schedule.members import Member, Observation, Roster
+from cleave.core.schedule.rectangles import Rectangle
+from cleave.core.schedule.tasks import (
+    CancelSent,
+    DeviceAnswered,
+    DeviceId,
+    DeviceMoved,
+    OperandId,
+    PaceMeasured,
+    Task,
+    TaskFailed,
+    TaskId,
+)
+from cleave.errors import CleaveError, ConnectionLost, ProtocolError
+from cleave.protocol import messages
+from cleave.server.admission.tokens import Keys
+from cleave.server.operands import Operands
+from cleave.server.outbox import URGENT, Meter, Outbox, Sending
+from cleave.server.run import Arrived, EngineEvent, run_of
+from cleave.transport.base import Channel, Received
+
+_GOODBYE_S = 2.0
+_HEARTBEAT_S = 2.0
+_SILENCE_S = 10.0
+_MOST_FAILURES = 3
+_MOST_UNCHECKED = 16
+"""Results of one device that may wait to be checked before no more is read from it."""
+_IDLE_S = 30.0
+"""A device without work for so long while others had some is told why."""
+_PROGRESS_BYTES = 64 << 10
+"""Bytes between two heartbeats that prove a device is at work: more than its signs of life take."""
+
+Post = Callable[[EngineEvent], None]
+log = logging.getLogger(__name__)
+
+
+class Disconnected(CleaveError):
+    """The server ended the connection."""
+
+    def __init__(self, reason: str, *, rejoin: bool) -> None:
+        super().__init__(reason)
+        self.rejoin = rejoin
+
+
+class Connection:
+    def __init__(
+        self,
+        channel: Channel,
+        member: Member,
+        *,
+        post: Post,
+        operands: Operands,
+        keys: Keys,
+        ledger: Ledger,
+        roster: Roster,
+        runs_so_far: Callable[[], int],
+        listener: events.Listener,
+    ) -> None:
+        """Reads the ledger and the roster, and reports to the roster what heartbeats tell."""
+        self.channel, self.member, self.device = channel, member, DeviceId(member.name)
+        self._post, self._operands, self._keys = post, operands, keys
+        self._ledger, self._roster, self._runs_so_far, self._listener = ledger, roster, runs_so_far, listener
+        self._loop = asyncio.get_running_loop()
+        self._outbox = Outbox()
+        self._ending: asyncio.Future[str] = self._loop.create_future()
+        self._unchecked = 0
+        self._may_read = asyncio.Event()
+        self._may_read.set()
+        self._probed_at: float | None = None
+        self._moved_bytes = channel.moved_bytes
+        self._idle_since, self._tasks_then, self._runs_then, self._was_told_idle = self._loop.time(), -1, 0, False
+
+    # -------------------------------------------------------------------------------------------- commands
+
+    def start(self, task: Task, missing: tuple[OperandId, ...]) -> None:
+        strips = [(operand, self._operands.strips(operand)) for operand in missing]
+        sending = Sending(run_of(task).describe(task), strips, lambda operand: self._ledger.needs(self.device, operand))
+        self._outbox.sending[task.id] = sending
+
+        def sent() -> None:
+            del self._outbox.sending[task.id]
+            if sending.is_cancelled:
+                self._post(CancelSent(self.device, task.id, tuple(sending.unsent)))
+
+        self._outbox.put(task.priority, sending, sent)
+
+    def cancel(self, task: Task) -> None:
+        if task.id in self._outbox.sending:
+            self._outbox.sending[task.id].is_cancelled = True
+        else:
+            cancel = messages.Cancel(tasks=(task.id,))
+            self._outbox.put(URGENT, [(cancel, b"")], lambda: self._post(CancelSent(self.device, task.id)))
+
+    def resend(self, operands: tuple[OperandId, ...]) -> None:
+        self.forget(operands)
+        strips = [self._operands.strips(operand) for operand in operands]
+        self._outbox.put(URGENT, itertools.chain.from_iterable(strips))
+
+    def forget(self, operands: tuple[OperandId, ...]) -> None:
+        self._outbox.put_urgent(messages.Drop(operands=operands))
+
+    def disconnect(self, reason: str, *, rejoin: bool) -> None:
+        if not self._ending.done():
+            self._ending.set_exception(Disconnected(reason, rejoin=rejoin))
+
+    def result_checked(self) -> None:
+        """Read on from a device whose results waited to be checked."""
+        self._unchecked -= 1
+        if self._unchecked < _MOST_UNCHECKED:
+            self._may_read.set()
+
+    # -------------------------------------------------------------------------------------------- its life
+
+    async def serve(self) -> str:
+        """Until the device leaves, whose reason is returned, or something is raised."""
+        stages = [
+            asyncio.ensure_future(self._outbox.send_all(self.channel, self.member)),
+            asyncio.ensure_future(self._receive_all()),
+            asyncio.ensure_future(self._beat()),
+        ]
+        try:
+            done, _ = await asyncio.wait([self._ending, *stages], return_when=asyncio.FIRST_COMPLETED)
+            return next(one for one in (self._ending, *stages) if one in done).result()
+        finally:
+            self._ending.cancel()
+            for stage in stages:
+                stage.cancel()
+            await asyncio.gather(*stages, return_exceptions=True)
+
+    async def say_goodbye(self, reason: str, *, rejoin: bool) -> None:
+        with suppress(ConnectionLost, TimeoutError):
+            async with asyncio.timeout(_GOODBYE_S):
+                await self.channel.send(messages.Bye(reason=reason, rejoin=rejoin))
+
+    async def _receive_all(self) -> str:
+        meter = Meter(self._loop.time)
+        while True:
+            await self._may_read.wait()
+            received = await self.channel.receive()
+            await meter.count()
+            match received.message:
+                case messages.Result() as result:
+                    self._take(result, received)
+                case messages.Failed(task=task, reason=reason):
+                    log.warning("%s could not do task %d: %s", self.device, task, reason)
+                    self.member.failures += 1
+                    if self.member.failures == _MOST_FAILURES:
+                        raise CleaveError(f"could not do {_MOST_FAILURES} tasks in a row, the last: {reason[:100]}")
+                    self._post(TaskFailed(self.device, TaskId(task)))
+                case messages.Probed() if self._probed_at is not None:
+                    self.member.heard(time.perf_counter() - self._probed_at)
+                    self._roster.measured(self.device)
+                    self._probed_at = None
+                    self._post(DeviceAnswered(self.device))
+                case messages.Leaving(reason=reason):
+                    return f"left: {reason[:100]}"
+                case other:
+                    raise ProtocolError(f"a device does not send {type(other).__name__.lower()} here")
+
+    def _take(self, result: messages.Result, received: Received) -> None:
+        if min(result.rows, result.cols, result.first_row + 1, result.first_col + 1) < 1:
+            raise ProtocolError(f"expected a rectangle of at least 1 x 1, got {result.rows} x {result.cols}")
+        expected = encoded_bytes(result.format, result.rows, result.cols)
+        if result.payload != expected:
+            raise ProtocolError(
+                f"expected {expected} bytes for {result.rows} x {result.cols} in {result.format}, got {result.payload}"
+            )
+        top, left = result.first_row, result.first_col
+        seen = Observation(
+            flops=result.flops,
+            compute_s=result.compute_s,
+            down_bytes=result.down_bytes,
+            down_s=result.down_s,
+            up_bytes=result.payload,
+            up_s=received.link_s,
+        )
+        part = Rectangle(top, top + result.rows, left, left + result.cols)
+        self._post(Arrived(self.device, TaskId(result.task), part, result.format, received.payload, seen))
+
+    def wait_for_check(self) -> None:
+        """A result of this device waits to be checked: read no more once there are many."""
+        self._unchecked += 1
+        if self._unchecked >= _MOST_UNCHECKED:
+            self._may_read.clear()
+
+    async def _beat(self) -> str:
+        """Report how the device does; disconnect it when it is silent or its token was revoked; ask for a sign."""
+        while True:
+            await asyncio.sleep(_HEARTBEAT_S)
+            member = self.member
+            self._post(PaceMeasured(self.device, member.pace))
+            moved = self.channel.moved_bytes
+            if member.key is None or moved - self._moved_bytes > _PROGRESS_BYTES:
+                self._moved_bytes = moved
+                self._post(DeviceMoved(self.device))
+            silent_s = self.channel.silent_s
+            if silent_s > _SILENCE_S:
+                raise Disconnected(f"no sign of life for {silent_s:.0f} s", rejoin=True)
+            if member.key is not None and not self._keys.is_valid(member.key):
+                raise Disconnected("the token it joined with was revoked", rejoin=False)
+            if self._probed_at is None:
+                self._probed_at = time.perf_counter()
+                self._outbox.put_urgent(messages.Probe(answer=0))
+            self._explain_idleness()
+
+    def _explain_idleness(self) -> None:
+        """Tell a device why it has no work: plans leave out whoever would make the others wait."""
+        member, now = self.member, self._loop.time()
+        if self._ledger.unfinished(self.device) or member.tasks != self._tasks_then:
+            self._idle_since, self._was_told_idle = now, False
+            self._tasks_then, self._runs_then = member.tasks, self._runs_so_far()
+        has_missed_some = self._runs_so_far() - self._runs_then > 1
+        if now - self._idle_since > _IDLE_S and has_missed_some and not self._was_told_idle:
+            self._was_told_idle = True
+            reason = (
+                f"at {member.flops.value / 1e9:.1f} GFLOP/s, {member.down.value / 1e6:.1f} MB/s down and "
+                f"{member.up.value / 1e6:.1f} MB/s up, the others end sooner without this device; it is in reserve"
+            )
+            self._listener(events.DeviceIdle(device=self.device, reason=reason))
+            self._outbox.put_urgent(messages.Idle(reason=reason))

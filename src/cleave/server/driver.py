@@ -1,0 +1,291 @@
+"""Drives the engine in an event loop: devices' messages become its events, its actions become messages and jobs.
+
+One crossing in (`post_soon`, from any thread) and one out (futures that actions resolve). The loop moves bytes and lets
+the engine decide; whatever computes goes to the pool, and plans are made by the planner. The engine's state is read
+by other threads under `lock`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from cleave import events
+from cleave.core.schedule.ledger import TICK_S
+from cleave.core.schedule.members import STAND_IN
+from cleave.core.schedule.tasks import (
+    Cancel,
+    DeviceId,
+    DeviceJoined,
+    DeviceLeft,
+    Forget,
+    OperandId,
+    OperandsReleased,
+    Resend,
+    Start,
+    Tick,
+)
+from cleave.errors import CleaveError, ConnectionLost
+from cleave.protocol.numbers import Codec
+from cleave.server.admission.handshake import joined, welcome
+from cleave.server.admission.tokens import Keys
+from cleave.server.connection import Connection, Disconnected
+from cleave.server.engine import Engine
+from cleave.server.operands import Operands
+from cleave.server.pool import Pool
+from cleave.server.run import (
+    Action,
+    Audit,
+    AuditEnded,
+    Check,
+    Checked,
+    Closed,
+    Disconnect,
+    EngineEvent,
+    Keep,
+    Kept,
+    MakePlan,
+    Planned,
+    Reject,
+    Resolve,
+    Resume,
+    Run,
+    Tell,
+    Wait,
+    WaitedInVain,
+    run_of,
+)
+from cleave.server.vacancy import StandIn, Vacancy
+from cleave.transport.base import Channel
+
+Planner = Callable[[Run], object]
+"""Plan a run for the devices present, or raise InfeasibleError; called off the loop."""
+
+log = logging.getLogger(__name__)
+
+
+class Driver:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        engine: Engine,
+        *,
+        lock: threading.RLock,
+        codec: Codec,
+        keys: Keys,
+        planner: Planner,
+        wait_s: float,
+        stand_in: StandIn | None,
+        listener: events.Listener,
+    ) -> None:
+        """`lock` guards the engine's state."""
+        self.operands = Operands(codec, self._release)
+        self._engine, self._loop, self._lock, self._keys, self._planner = engine, loop, lock, keys, planner
+        self._listener = listener
+        self._pool = Pool(loop)
+        self._vacancy = Vacancy(
+            loop,
+            wait_s=wait_s,
+            stand_in=stand_in,
+            serve=self.serve,
+            is_empty=lambda: not self._connections,
+            is_waiting=lambda: self._engine.is_waiting,
+            give_up=lambda error: self.post(WaitedInVain(error)),
+            listener=listener,
+        )
+        self.fleet_changed = threading.Condition(lock)
+        """Notified when a device has joined or left."""
+        self._inbox: deque[EngineEvent] = deque()
+        self._is_draining = False
+        self._ticking: asyncio.TimerHandle | None = None
+        self._connections: dict[DeviceId, Connection] = {}
+        self._goodbye: tuple[str, bool] | None = None
+        self._gone_down = self._gone_up = 0
+
+    # -------------------------------------------------------------------------------------------- any thread
+
+    def post_soon(self, event: EngineEvent) -> None:
+        """Hand an event to the loop."""
+        self._loop.call_soon_threadsafe(self.post, event)
+
+    def traffic(self) -> tuple[int, int]:
+        """Bytes down and up so far, of devices that left too."""
+        channels = [connection.channel for connection in list(self._connections.values())]
+        down, up = sum(c.sent_bytes for c in channels), sum(c.received_bytes for c in channels)
+        return self._gone_down + down, self._gone_up + up
+
+    def _release(self, operands: tuple[OperandId, ...]) -> None:
+        """Nobody refers to these operands any more; called by the garbage collector, in any thread."""
+
+        def release() -> None:
+            self.operands.forget(operands)
+            self.post(OperandsReleased(operands))
+
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(release)
+
+    # -------------------------------------------------------------------------------------------- the loop
+
+    def post(self, event: EngineEvent) -> None:
+        """Hand an event to the engine, behind those that wait already."""
+        self._inbox.append(event)
+        if self._is_draining:
+            return
+        self._is_draining = True
+        try:
+            while self._inbox:
+                with self._lock:
+                    actions = self._engine.handle(self._inbox.popleft(), self._loop.time())
+                for action in actions:
+                    self._act(action)
+        finally:
+            self._is_draining = False
+        if self._ticking is None and self._engine.ledger.is_busy:
+            self._ticking = self._loop.call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._ticking = None
+        self.post(Tick())
+
+    def _act(self, action: Action) -> None:
+        match action:
+            case Start(task, missing):
+                if task.device in self._connections:  # else it just left, and the engine learns it next
+                    self._connections[task.device].start(task, missing)
+            case Cancel(task):
+                if task.device in self._connections:
+                    self._connections[task.device].cancel(task)
+            case Resend(device, operands):
+                if device in self._connections:
+                    self._connections[device].resend(operands)
+            case Forget(device, operands):
+                if device in self._connections:
+                    self._connections[device].forget(operands)
+            case Disconnect(device, reason, rejoin):
+                if device in self._connections:
+                    self._connections[device].disconnect(reason, rejoin=rejoin)
+            case Check():
+                self._check(action)
+            case Keep(run, item):
+                self._pool.submit(
+                    "results",
+                    lambda: run.results.keep(item),
+                    lambda _, fault: self.post(Kept(run, item, fault)),
+                )
+            case Audit(run, case):
+                self._pool.submit(
+                    "audits",
+                    lambda: run.results.audit(case),
+                    lambda reason, fault: self.post(AuditEnded(run, case, str(reason or ""), fault)),
+                )
+            case MakePlan(run):
+                self._pool.submit(
+                    "plans",
+                    lambda: self._planner(run),
+                    lambda plan, fault: self.post(Planned(run, plan if fault is None else fault)),
+                )
+            case Wait(reason):
+                self._vacancy.wait(reason)
+            case Resume():
+                self._vacancy.end()
+            case Resolve(future, value):
+                if not future.done():
+                    future.set_result(value)
+            case Reject(future, error):
+                if not future.done():
+                    future.set_exception(error)
+            case Tell(event):
+                self._listener(event)
+
+    def _check(self, check: Check) -> None:
+        task, part = check.task, check.part
+        connection = self._connections.get(task.device)
+        if connection is not None:
+            connection.wait_for_check()
+        results = run_of(task).results
+
+        def checked(values: object, fault: Exception | None) -> None:
+            if connection is not None:
+                connection.result_checked()
+            self.post(Checked(task.device, task, part, values, fault))
+
+        self._pool.submit(
+            "results", lambda: results.check(task, part, check.payload, is_strict=check.is_strict), checked
+        )
+
+    # -------------------------------------------------------------------------------------------- connections
+
+    def disconnect(self, device: DeviceId, reason: str, *, rejoin: bool) -> None:
+        self._act(Disconnect(device, reason, rejoin))
+
+    async def serve(self, channel: Channel, own: str = "") -> None:
+        """Serve a device from its hello to its last byte; `own` names one that this server itself is."""
+        connection: Connection | None = None
+        reason, rejoin, is_fault = "the connection closed", True, False
+        try:
+            member = await welcome(channel, self._engine.roster, self._keys, own)
+            if member is not None:
+                connection = Connection(
+                    channel,
+                    member,
+                    post=self.post,
+                    operands=self.operands,
+                    keys=self._keys,
+                    ledger=self._engine.ledger,
+                    roster=self._engine.roster,
+                    runs_so_far=lambda: self._engine.runs_so_far,
+                    listener=self._listener,
+                )
+                self._connections[connection.device] = connection
+                self._listener(joined(member))
+                self.post(DeviceJoined(connection.device, member.memory_bytes, member.pace))
+                if STAND_IN in self._connections and connection.device != STAND_IN:
+                    self.disconnect(DeviceId(STAND_IN), "a device is there again", rejoin=False)
+                self._notify()
+                reason = await connection.serve()
+        except ConnectionLost as fault:
+            reason = str(fault)
+        except Disconnected as fault:
+            reason, rejoin, is_fault = str(fault), fault.rejoin, True
+        except (CleaveError, TimeoutError) as fault:
+            reason, is_fault = str(fault) or "no hello within the time allowed", True
+            log.info("a connection ended: %s", reason)
+        except Exception as fault:
+            log.exception("the server itself failed")
+            reason = f"the server itself failed: {fault!r}"
+        finally:
+            if connection is not None:
+                if is_fault and not connection.member.has_helped:
+                    self._engine.roster.send_away(connection.device, self._loop.time())
+                self._remove(connection, self._goodbye[0] if self._goodbye else reason)
+                told, may_rejoin = self._goodbye or (reason, rejoin)
+                await connection.say_goodbye(told, rejoin=may_rejoin)
+            await channel.close(reason)
+
+    def _remove(self, connection: Connection, reason: str) -> None:
+        device, channel = connection.device, connection.channel
+        lost = self._engine.ledger.unfinished(device)
+        self._gone_down += channel.sent_bytes
+        self._gone_up += channel.received_bytes
+        del self._connections[device]
+        self._listener(events.DeviceLeft(device=device, reason=reason, lost_tasks=lost))
+        self.post(DeviceLeft(device))
+        self._notify()
+
+    def _notify(self) -> None:
+        with self.fleet_changed:
+            self.fleet_changed.notify_all()
+
+    async def close(self, error: CleaveError, reason: str, *, rejoin: bool) -> None:
+        """End every run with the error, and say goodbye to every device."""
+        self._goodbye = (reason, rejoin)
+        self.post(Closed(error))
+        if self._ticking is not None:
+            self._ticking.cancel()
+        await asyncio.gather(
+            *(connection.say_goodbye(reason, rejoin=rejoin) for connection in self._connections.values())
+        )
+        self._pool.close()

@@ -1,0 +1,345 @@
+"""The heart of a server: events in, actions out. Knows neither sockets nor clocks nor numbers.
+
+The engine owns the ledger (who runs which task when), the roster (who is there and how fast) and the runs (what the
+tasks are for). It handles one event at a time to its end: the ledger's commands and the runs' requests that follow
+from it go through one queue, so nothing ever re-enters. A driver feeds it events with the time and carries out its
+actions: `driver.py` over an event loop and sockets, a simulator over a virtual clock.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import ParamSpec
+
+from cleave import events
+from cleave.core.schedule.ledger import Ledger
+from cleave.core.schedule.members import Member, Roster
+from cleave.core.schedule.rectangles import Rectangle, common
+from cleave.core.schedule.tasks import (
+    Accept,
+    Back,
+    Command,
+    DeviceId,
+    DeviceJoined,
+    DeviceLeft,
+    Event,
+    Hedge,
+    Late,
+    Orphan,
+    Overdue,
+    Refuse,
+    ResultArrived,
+    Task,
+    TaskFailed,
+    TaskId,
+)
+from cleave.errors import CleaveError, ProtocolError, WrongResult
+from cleave.server.run import (
+    Action,
+    Arrived,
+    AuditEnded,
+    Blame,
+    Check,
+    Checked,
+    Closed,
+    Disconnect,
+    End,
+    EngineEvent,
+    Kept,
+    Park,
+    Planned,
+    Prompted,
+    Request,
+    Requests,
+    Resume,
+    Run,
+    RunSubmitted,
+    Tell,
+    Wait,
+    WaitedInVain,
+    run_of,
+)
+
+_MOST_REFUSED = 16
+"""Results in a row that were not asked for, before a device is disconnected."""
+
+_Arguments = ParamSpec("_Arguments")
+log = logging.getLogger(__name__)
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.roster = Roster(self.ledger.late)
+        self._runs: dict[Run, None] = {}
+        """Those under way; a dict keeps their order."""
+        self._exclusive: Run | None = None
+        self._line: deque[Run] = deque()
+        """Exclusive runs that wait for their turn."""
+        self._parked: dict[Run, str] = {}
+        self._checking: dict[tuple[DeviceId, TaskId], list[Rectangle]] = {}
+        """Parts of results that are being checked."""
+        self._closed: CleaveError | None = None
+        self.runs_so_far = 0
+        self._queue: deque[EngineEvent | Request] = deque()
+        self._actions: list[Action] = []
+        self._now = 0.0
+
+    @property
+    def is_waiting(self) -> bool:
+        """Some run waits for devices."""
+        return bool(self._parked)
+
+    def handle(self, event: EngineEvent, now: float) -> list[Action]:
+        """Handle one event and everything that follows from it; the driver carries out what is returned."""
+        assert not self._queue, "the engine is not re-entered"
+        self._now, self._actions = now, []
+        self._queue.append(event)
+        try:
+            while self._queue:
+                self._take(self._queue.popleft())
+        finally:
+            self._queue.clear()
+        return self._actions
+
+    # -------------------------------------------------------------------------------------------- one queue
+
+    def _take(self, item: EngineEvent | Request) -> None:
+        match item:
+            case RunSubmitted(run):
+                self._submit(run)
+            case Prompted(run, request):
+                self._ask(run, run.prompted, request, self._now)
+            case Arrived():
+                self._arrive(item)
+            case Checked():
+                self._checked(item)
+            case Kept(run, kept, fault):
+                if self._goes_on(run, fault, "a result could not be stored"):
+                    self._ask(run, run.kept, kept, self._now)
+            case AuditEnded(run, case, reason, fault):
+                if self._goes_on(run, fault, "work could not be audited"):
+                    self._ask(run, run.audited, case, reason, self._now)
+            case Planned(run, plan):
+                self._ask(run, run.planned, plan, self._now)
+            case WaitedInVain(error):
+                for run in list(self._parked):
+                    self._end_with(run, error)
+            case Closed(error):
+                self._closed = error
+                for run in [*self._runs, *self._line]:
+                    self._end_with(run, error)
+            case Park(run, reason):
+                if run in self._runs:
+                    self._parked[run] = reason
+                    self._actions.append(Wait(reason))
+            case End(run):
+                self._end(run)
+            case Blame(device, reason):
+                self._blame(device, reason)
+            case DeviceJoined():
+                self._decide(item)
+                self._resume()
+            case DeviceLeft(device):
+                self._leave(device)
+            case TaskFailed(device):
+                self._decide(item, blamed=device)
+            case _:
+                if isinstance(item, Event):
+                    self._decide(item)
+                else:
+                    self._actions.append(item)
+
+    def _ask(
+        self, run: Run, method: Callable[_Arguments, Requests], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> None:
+        """Queue what a run asks for; a bug of ours in it must not leave its caller waiting."""
+        try:
+            self._queue.extend(method(*args, **kwargs))
+        except Exception as fault:
+            log.exception("a run failed")
+            self._end_with(run, CleaveError(f"a run failed: {fault!r}; please report this"))
+
+    def _goes_on(self, run: Run, fault: Exception | None, what: str) -> bool:
+        """Whether a run is still under way; one whose job failed through our own fault ends here."""
+        if run in self._runs and fault is not None:
+            log.error("%s", what, exc_info=fault)
+            self._end_with(run, CleaveError(f"{what}: {fault!r}; please report this"))
+        return run in self._runs
+
+    # -------------------------------------------------------------------------------------------- runs
+
+    def _submit(self, run: Run) -> None:
+        self.runs_so_far += 1
+        if self._closed is not None:
+            self._queue.extend(run.fail(self._closed))
+        elif run.is_exclusive and self._exclusive is not None:
+            self._line.append(run)
+        else:
+            self._begin(run)
+
+    def _begin(self, run: Run) -> None:
+        self._runs[run] = None
+        if run.is_exclusive:
+            self._exclusive = run
+        self._ask(run, run.begin, self._now)
+
+    def _end(self, run: Run) -> None:
+        self._runs.pop(run, None)
+        self._parked.pop(run, None)
+        if run is self._exclusive:
+            self._exclusive = None
+            if self._line:
+                self._begin(self._line.popleft())
+
+    def _end_with(self, run: Run, error: CleaveError) -> None:
+        if run in self._line:
+            self._line.remove(run)
+        self._queue.extend(run.fail(error))
+        self._end(run)
+
+    def _resume(self) -> None:
+        """There may be a device for what waits."""
+        self._actions.append(Resume())
+        parked, self._parked = self._parked, {}
+        for run in parked:
+            self._ask(run, run.resume, self._now)
+
+    # -------------------------------------------------------------------------------------------- the ledger
+
+    def _decide(self, event: Event, payload: object = None, blamed: DeviceId | None = None) -> None:
+        """Let the ledger decide on an event; runs and driver learn what it says."""
+        orphans: dict[Run, list[Orphan]] = {}
+        hedges: dict[Run, list[Hedge]] = {}
+        for command in self.ledger.handle(event, self._now):
+            match command:
+                case Accept(task):
+                    self._ask(run_of(task), run_of(task).accepted, command, payload, self._now)
+                case Orphan(task):
+                    orphans.setdefault(run_of(task), []).append(command)
+                case Hedge(task):
+                    hedges.setdefault(run_of(task), []).append(command)
+                case _:
+                    self._obey(command)
+        for run, lost in orphans.items():
+            if run in self._runs:
+                self._ask(run, run.orphaned, lost, blamed, self._now)
+        for run, late in hedges.items():
+            if run in self._runs:
+                self._ask(run, run.hedged, late, self._now)
+
+    def _obey(self, command: Command) -> None:
+        match command:
+            case Refuse(device, reason, is_fault):
+                self._refuse(device, reason, is_fault=is_fault)
+            case Late(device):
+                self._actions.append(Tell(events.DeviceLate(device=device)))
+                self.roster.lateness_changed(device)
+                if self._exclusive is not None:
+                    self._ask(self._exclusive, self._exclusive.late, device, self._now)
+            case Back(device):
+                self.roster.lateness_changed(device)
+                self._resume()
+            case Overdue(device, _, waited_s, expected_s):
+                reason = f"a task took {waited_s:.1f} s, where {expected_s:.2f} s were expected, and nothing moved"
+                self._actions.append(Disconnect(device, reason, rejoin=True))
+            case Accept() | Orphan() | Hedge():
+                raise AssertionError("handled by the caller")
+            case _:
+                self._actions.append(command)
+
+    def _leave(self, device: DeviceId) -> None:
+        self.roster.remove(device)
+        self._decide(DeviceLeft(device), blamed=device)
+        for key in [key for key in self._checking if key[0] == device]:
+            del self._checking[key]
+        if self._exclusive is not None:
+            self._ask(self._exclusive, self._exclusive.left, device, self._now)
+
+    # -------------------------------------------------------------------------------------------- results
+
+    def _arrive(self, arrived: Arrived) -> None:
+        """Take a result that was asked for: products are checked first, units of resident layers only audited."""
+        device, id, part = arrived.device, arrived.task, arrived.part
+        task = self.ledger.wanted(device, id, part)
+        if isinstance(task, Refuse):
+            self._refuse(device, task.reason, is_fault=task.is_fault)
+            return
+        pending = self._checking.get((device, id), [])
+        if any(common(part, other) is not None for other in pending):
+            self._refuse(device, f"{part} of task {id}, which is being checked already", is_fault=True)
+            return
+        expected = run_of(task).describe(task).format
+        if arrived.format != expected:
+            why = f"expected a result in {expected}, got {arrived.format}"
+            self._actions.append(Disconnect(device, why, rejoin=True))
+            return
+        member = self.roster.members[device]
+        self.roster.observe(device, arrived.seen, task.effort)
+        if task.is_bound:
+            self._credit(member, task, part)
+            self._decide(ResultArrived(device, id, part), arrived.payload)
+            self._count(member, id)
+        else:
+            self._checking[device, id] = [*pending, part]
+            self._actions.append(Check(task, part, arrived.payload, is_strict=member.trust.is_suspect))
+
+    def _checked(self, checked: Checked) -> None:
+        device, task, part, fault = checked.device, checked.task, checked.part, checked.fault
+        pending = self._checking.get((device, task.id))
+        member = self.roster.members.get(device)
+        if pending is None or part not in pending or member is None:
+            return  # it left meanwhile
+        pending.remove(part)
+        if not pending:
+            del self._checking[device, task.id]
+        match fault:
+            case None:
+                self._credit(member, task, part)
+                member.trust.right(part.area / task.whole.area)
+                member.verified_flops += task.flops * part.area / task.whole.area
+                self._decide(ResultArrived(device, task.id, part), checked.values)
+                self._count(member, task.id)
+            case WrongResult():
+                self._blame(device, str(fault))
+                self._ask(run_of(task), run_of(task).rejected, task, device, str(fault))
+                self._decide(TaskFailed(device, task.id), blamed=device)
+            case ProtocolError():
+                self._actions.append(Disconnect(device, str(fault), rejoin=True))
+            case _:  # ours, and no device's: others would fail the same way
+                log.error("a result could not be checked", exc_info=fault)
+                error = CleaveError(f"a result could not be checked: {fault!r}; please report this")
+                self._end_with(run_of(task), error)
+
+    def _credit(self, member: Member, task: Task, part: Rectangle) -> None:
+        member.done_flops += task.flops * part.area / task.whole.area
+        member.failures = member.refused = member.bad_stays = 0
+        member.has_helped = True
+
+    def _count(self, member: Member, id: TaskId) -> None:
+        if id not in self.ledger.tasks(DeviceId(member.name)):
+            member.tasks += 1
+
+    def _refuse(self, device: DeviceId, reason: str, *, is_fault: bool) -> None:
+        log.info("refused from %s: %s", device, reason)
+        member = self.roster.members.get(device)
+        if is_fault and member is not None:
+            member.refused += 1
+            if member.refused > _MOST_REFUSED:
+                why = f"{member.refused} results that nobody asked for, the last: {reason}"
+                self._actions.append(Disconnect(device, why, rejoin=True))
+
+    def _blame(self, device: DeviceId, reason: str) -> None:
+        """Count a wrong result against a device, here or gone: its trust returns with it."""
+        log.warning("a wrong result from %s: %s", device, reason)
+        self._actions.append(Tell(events.ResultRefused(device=device, reason=reason)))
+        is_here = device in self.roster.members
+        member = self.roster.members.get(device) or self.roster.past.get(device)
+        if member is not None:
+            member.wrong += 1
+            member.trust.wrong()
+            if member.trust.is_lost and is_here:
+                why = f"quarantined: {member.wrong} of its results were wrong"
+                self._actions.append(Disconnect(device, why, rejoin=False))

@@ -1,0 +1,104 @@
+"""What a run may know of the fleet: who could take over a block, and who is there at all.
+
+A lost block is offered to the devices that hold one of its operands and to those that are free soonest, so what it
+costs to place it does not grow with the fleet. Read-only; lives with the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from collections.abc import Set as AbstractSet
+
+import numpy as np
+
+from cleave.core.cost.wire import WireFormat
+from cleave.core.plan.gemm.layer import Block, Extent
+from cleave.core.plan.gemm.reassign import plan_redo
+from cleave.core.schedule.ledger import Ledger
+from cleave.core.schedule.members import Roster
+from cleave.core.schedule.tasks import DeviceId
+from cleave.errors import InfeasibleError
+from cleave.server.products import Cut
+
+_CANDIDATES = 16
+"""Devices of each kind that are considered for a lost block."""
+
+
+class FleetView:
+    def __init__(self, ledger: Ledger, roster: Roster) -> None:
+        self._ledger, self._roster = ledger, roster
+
+    @property
+    def late(self) -> AbstractSet[DeviceId]:
+        return self._ledger.late
+
+    @property
+    def number(self) -> int:
+        """Grows whenever the fleet changes."""
+        return self._roster.number
+
+    def __contains__(self, device: DeviceId) -> bool:
+        return device in self._ledger
+
+    def is_only(self, devices: Collection[DeviceId]) -> bool:
+        """Whether nobody else is present."""
+        return sum(device in self._ledger for device in devices) == len(self._roster.members)
+
+    def memory_bytes(self, device: DeviceId) -> int:
+        return self._roster.members[device].memory_bytes
+
+    def fastest(self) -> list[tuple[DeviceId, float]]:
+        """Devices that are not late and their FLOP/s, the fastest first."""
+        found = [(DeviceId(name), member.flops.value) for name, member in self._roster.members.items()]
+        return sorted((one for one in found if one[0] not in self._ledger.late), key=lambda one: -one[1])
+
+    def reassign(
+        self,
+        extent: Extent,
+        a: Iterable[Cut],
+        b: Iterable[Cut],
+        wire: WireFormat,
+        now: float,
+        *,
+        avoid: Collection[DeviceId] = (),
+    ) -> list[Block]:
+        """Cut an extent into blocks for the devices that finish it soonest; InfeasibleError where none can hold any."""
+        if not self._roster.members:
+            raise InfeasibleError("no device is there")
+        holds_a, holds_b = self._holders(a), self._holders(b)
+        near = [*list(holds_a | holds_b)[:_CANDIDATES], *self._ledger.least_busy(_CANDIDATES)]
+        able = [device for device in dict.fromkeys(near) if device not in self._ledger.late and device not in avoid]
+        try:
+            return self._planned(able, extent, wire, holds_a, holds_b, now)
+        except InfeasibleError:  # a larger device may hold what these cannot
+            everyone = [device for device in map(DeviceId, self._roster.members) if device not in avoid]
+            return self._planned(everyone or able or near, extent, wire, holds_a, holds_b, now)
+
+    def _planned(
+        self,
+        devices: list[DeviceId],
+        extent: Extent,
+        wire: WireFormat,
+        holds_a: Collection[DeviceId],
+        holds_b: Collection[DeviceId],
+        now: float,
+    ) -> list[Block]:
+        if not devices:
+            raise InfeasibleError("no device is there")
+        return plan_redo(
+            self._roster.select(devices),
+            extent,
+            wire,
+            holds_a=np.array([device in holds_a for device in devices]),
+            holds_b=np.array([device in holds_b for device in devices]),
+            backlog_s=np.array([self._ledger.backlog_s(device, now) for device in devices]),
+        )
+
+    def _holders(self, cuts: Iterable[Cut]) -> set[DeviceId]:
+        """Devices that hold all of these slices."""
+        found: set[DeviceId] | None = None
+        for cut in cuts:
+            slice = cut.tensor.slices.get((cut.rows, cut.cols))
+            holders = set(self._ledger.holders(slice.operand.id)) if slice is not None else set[DeviceId]()
+            found = holders if found is None else found & holders
+        return found or set()

@@ -1,0 +1,169 @@
+"""The numbers of one product: results are decoded, checked by projection and written or added into its outputs.
+
+Called off the loop, from several threads. What a check needs of the operands is kept while the product is under way:
+one random vector per range of output columns, never sent to anyone; the projection of each slice of b, shared by all
+devices that multiply with it; the rows of each slice of a. Operands count as rounded for the wire, as devices see them.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+import numpy as np
+
+from cleave.core.cost.wire import WireFormat
+from cleave.core.schedule.rectangles import Rectangle
+from cleave.core.schedule.tasks import Task
+from cleave.core.verify import products as verify
+from cleave.errors import ProtocolError, WrongResult
+from cleave.protocol.frames import Buffer
+from cleave.protocol.messages import CHECKED_COLUMNS
+from cleave.protocol.numbers import Codec, Matrix
+from cleave.server.products import LAYOUTS, Cut, Piece, Product
+
+assert CHECKED_COLUMNS == verify.GROUP
+
+_Found = TypeVar("_Found")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fresh:
+    """Checked numbers of a piece, of which some were accepted."""
+
+    piece: Piece
+    part: Rectangle
+    accepted: tuple[Rectangle, ...]
+    values: Matrix
+
+
+class Checker:
+    """What the checks of all products share: the codec, random vectors, and the time they take."""
+
+    def __init__(self, codec: Codec) -> None:
+        self.codec = codec
+        self._rng = np.random.default_rng(secrets.randbits(128))
+        self._lock = threading.Lock()
+        self._busy_s = 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """CPU seconds spent on checks."""
+        return self._busy_s
+
+    def spend(self, seconds: float) -> None:
+        with self._lock:
+            self._busy_s += seconds
+
+    def generator(self) -> np.random.Generator:
+        """A generator for one product; generators are not shared between threads."""
+        with self._lock:
+            return self._rng.spawn(1)[0]
+
+
+class GemmResults:
+    def __init__(self, product: Product, format: WireFormat, checker: Checker) -> None:
+        self._product, self._checker = product, checker
+        self._layout = LAYOUTS[product.role]
+        self._format: WireFormat = format
+        self.outputs = [np.zeros(shape, dtype=np.float32) for shape in product.outputs]
+        self._rng = checker.generator()
+        self._adding = threading.Lock()
+        self._finding = threading.Lock()
+        self._evidence: dict[Hashable, tuple[threading.Lock, list[object]]] = {}
+
+    def keep(self, item: object) -> None:
+        fresh = cast("Fresh", item)
+        piece = fresh.piece
+        out = self.outputs[piece.output][slice(*piece.rows), slice(*piece.cols)]
+        for accepted in fresh.accepted:
+            target = out[accepted.top : accepted.bottom, accepted.left : accepted.right]
+            inside = accepted.moved(-fresh.part.top, -fresh.part.left)
+            source = fresh.values[inside.top : inside.bottom, inside.left : inside.right]
+            if piece.is_partial:
+                with self._adding:  # others add to the same elements
+                    np.add(target, source, out=target)
+            else:
+                np.copyto(target, source)
+
+    def audit(self, case: object) -> str:
+        raise AssertionError("products are checked, not audited")
+
+    def check(self, task: Task, part: Rectangle, payload: object, *, is_strict: bool) -> Matrix:
+        """The numbers of a rectangle of a piece; WrongResult where its operands do not give them."""
+        piece = cast("_HasPiece", task.work).piece
+        started = time.thread_time()
+        try:
+            width = piece.cols[1] - piece.cols[0]
+            if part.left % CHECKED_COLUMNS or (part.right % CHECKED_COLUMNS and part.right != width):
+                raise ProtocolError(
+                    f"expected columns from and to multiples of {CHECKED_COLUMNS}, got {part.left}-{part.right}"
+                )
+            values = self._decoded(cast("Buffer", payload), part)
+            rows = slice(part.top, part.bottom)
+            terms = [(self._rows(a).take(rows), self._seen(piece, b)) for a, b in piece.terms]
+
+            def exact() -> list[tuple[Matrix, Matrix]]:
+                sides = [self._exact(b)[:, part.left : part.right] for _, b in piece.terms]
+                return [(rows_of_a.matrix, side) for (rows_of_a, _), side in zip(terms, sides, strict=True)]
+
+            rng = np.random.default_rng(self._draw())
+            wrong = verify.judge(values, terms, exact, self._format, rng, left=part.left, harder=is_strict)
+            if len(wrong):
+                raise WrongResult(
+                    f"row {int(wrong[0])} of a rectangle of {part.rows} x {part.cols} is not what its operands give"
+                )
+            return values
+        finally:
+            self._checker.spend(time.thread_time() - started)
+
+    def _decoded(self, payload: Buffer, part: Rectangle) -> Matrix:
+        if self._format == "fp32":
+            return np.frombuffer(payload, dtype="<f4").reshape(part.rows, part.cols)
+        values = np.empty((part.rows, part.cols), dtype=np.float32)
+        self._checker.codec.decode_into(payload, self._format, values)
+        return values
+
+    # -------------------------------------------------------------------------------------------- shared evidence
+
+    def _draw(self) -> int:
+        with self._finding:
+            return int(self._rng.integers(1 << 63))
+
+    def _once(self, key: Hashable, make: Callable[[], _Found]) -> _Found:
+        """What several checks need is made by the first of them, while others of its kind go on."""
+        with self._finding:
+            lock, found = self._evidence.setdefault(key, (threading.Lock(), []))
+        with lock:
+            if not found:
+                found.append(make())
+            return cast("_Found", found[0])
+
+    def _rows(self, a: Cut) -> verify.Rows:
+        def make() -> verify.Rows:
+            matrix = a.tensor.values(a.rows, a.cols, self._checker.codec)
+            return verify.Rows(matrix.T if self._layout == "tn" else matrix)
+
+        return self._once(("rows", a), make)
+
+    def _seen(self, piece: Piece, b: Cut) -> verify.Projection:
+        def draw() -> Matrix:
+            return verify.draw(np.random.default_rng(self._draw()), piece.cols[1] - piece.cols[0])
+
+        r = self._once(("vector", piece.output, piece.cols), draw)
+        return self._once(("projection", piece.output, b), lambda: verify.project(self._oriented(b), r))
+
+    def _exact(self, b: Cut) -> Matrix:
+        return self._once(("exact", b), lambda: self._oriented(b))
+
+    def _oriented(self, b: Cut) -> Matrix:
+        matrix = b.tensor.values(b.rows, b.cols, self._checker.codec)
+        return matrix.T if self._layout == "nt" else matrix
+
+
+class _HasPiece:
+    piece: Piece

@@ -1,0 +1,44 @@
+"""A shard as operands: its parts as devices are told of them, and what it asks of a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cleave.core.cost.demand import ShardDemand, shard_demand
+from cleave.core.model.batch import Batch
+from cleave.core.model.decoder import Decoder, Head, Part, View
+from cleave.core.model.shard import Shard
+from cleave.core.schedule.tasks import Operand
+from cleave.server.operands import Operands, Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldShard:
+    parts: tuple[Part, ...]
+    head: Head | None
+    operands: tuple[Operand, ...]
+    """The weights, each once."""
+    trained: tuple[tuple[View, int], ...]
+    """Rectangles whose gradients are wanted, with the operands of their weights."""
+    demand: ShardDemand
+
+
+def hold(decoder: Decoder, shard: Shard, batch: Batch[Tensor], operands: Operands, *, is_trained: bool) -> HeldShard:
+    """Cut a shard out of a batch's parameters; without `is_trained` no gradients are wanted."""
+    held: dict[int, Operand] = {}
+    views: dict[View, int] = {}
+
+    def name(view: View) -> int:
+        operand = operands.slice(batch.operands[view.parameter], view.rows, view.cols).operand
+        held[operand.id] = operand
+        views[view] = operand.id
+        return operand.id
+
+    parts, head = shard.cut(decoder, name)
+    return HeldShard(
+        parts=parts,
+        head=head,
+        operands=tuple(held.values()),
+        trained=tuple((view, id) for view, id in views.items() if decoder.parameters[view.parameter].is_trained),
+        demand=shard_demand(decoder, shard, batch.sequence, is_trained=is_trained),
+    )

@@ -1,0 +1,236 @@
+"""Choices and plans for work, made off the loop and remembered.
+
+Callers ask once, before the work starts; the plan goes down with it. Plans follow a snapshot of the fleet that is
+adopted at step boundaries, or when a device of it has left: one that joins does not cost everybody a new plan.
+Whoever holds layers keeps them unless another arrangement is clearly faster. Large fleets are planned in another
+process, as planning would keep the GIL from the event loop.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from typing import ParamSpec, TypeVar
+
+import numpy as np
+
+from cleave.core.fleet.profiles import Profiles
+from cleave.core.model.decoder import Decoder
+from cleave.core.model.gemms import Linear
+from cleave.core.plan.choose import (
+    Arrange,
+    LayerChoice,
+    Local,
+    PassChoice,
+    PassWork,
+    Setting,
+    choose_layer,
+    choose_pass,
+    plan_pass,
+)
+from cleave.core.plan.resident.stages import Column, ResidentPlan, Stage
+from cleave.errors import InfeasibleError
+from cleave.server.plan_process import PlanProcess
+
+_FEW_DEVICES = 12
+"""Fleets up to this size are planned in milliseconds, in the thread that asks."""
+_STALE_S = 10.0
+"""Work without steps, such as evaluation, adopts a changed fleet after this time."""
+_MOST_REMEMBERED = 32
+"""Batches of other lengths, each with its plan."""
+
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+Snapshot = tuple[int, Profiles | None]
+"""A number that grows with every change of the fleet, and its devices."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    number: int
+    names: tuple[str, ...]
+    choice: PassChoice
+
+
+class Planning:
+    """Asked from any thread."""
+
+    def __init__(
+        self,
+        setting: Setting,
+        *,
+        fleet: Callable[[], Snapshot],
+        say: Callable[[str], None],
+        arrange: Arrange | None = None,
+    ) -> None:
+        self._setting, self._fleet, self._say, self._arrange = setting, fleet, say, arrange
+        self._process = PlanProcess()
+        self._lock = threading.RLock()
+        self._adopted: Snapshot = (-1, None)
+        self._adopted_at = 0.0
+        self._layers: dict[tuple[Linear, Local], LayerChoice] = {}
+        self._passes: dict[tuple[PassWork, Local, bool], _Chosen] = {}
+        self._standing: dict[PassWork, ResidentPlan] = {}
+        """The latest arrangement per work, the newest last."""
+        self._told = ""
+        self.latest: ResidentPlan | None = None
+        """The plan of the last pass."""
+
+    def step_ended(self) -> None:
+        """A step boundary: adopt the fleet as it is now."""
+        with self._lock:
+            self._adopt(self._fleet())
+
+    def share_cores(self, cores: float) -> None:
+        """Devices of this machine share its cores: so many can compute at once."""
+        with self._lock:
+            self._setting = replace(self._setting, cores=cores)
+            self._passes.clear()
+
+    def layer(self, linear: Linear, local: Local) -> LayerChoice:
+        """Where a linear layer's products are computed, and by whom."""
+        with self._lock:
+            _, profiles = self._current()
+            found = self._layers.get((linear, local))
+            if found is None:
+                found = self._layers[linear, local] = self._call(
+                    profiles, choose_layer, linear, profiles, self._setting, local
+                )
+            return found
+
+    def choose_pass(self, work: PassWork, local: Local, *, must: bool = False) -> PassChoice:
+        """Whether layers stay on devices for such a batch, and who holds them."""
+        with self._lock:
+            number, profiles = self._current()
+            names = profiles.names if profiles is not None else ()
+            known = self._passes.get((work, local, must))
+            if known is not None and known.names == names:  # rates waver: the grain stays while the devices do
+                if known.number == number or profiles is None or not known.choice.is_resident:
+                    return known.choice
+                choice = replace(known.choice, plan=self._place(work, profiles))
+            else:
+                choice = self._choose(work, profiles, local, must=must)
+                if work.is_trained:
+                    self._tell(choice, names)
+            if len(self._passes) >= _MOST_REMEMBERED:
+                self._passes.clear()
+            self._passes[work, local, must] = _Chosen(number, names, choice)
+            if choice.plan is not None:
+                self._remember(work, choice.plan)
+            return choice
+
+    def _choose(self, work: PassWork, profiles: Profiles | None, local: Local, *, must: bool) -> PassChoice:
+        previous = self._previous(work)
+        if self._arrange is not None:  # may be anything, such as a test's closure
+            return choose_pass(
+                work, profiles, self._setting, local, must=must, previous=previous, arrange=self._arrange
+            )
+        return self._call(profiles, choose_pass, work, profiles, self._setting, local, must=must, previous=previous)
+
+    def plan_again(self, work: PassWork, unable: Collection[str], barred: Collection[str]) -> ResidentPlan:
+        """Place layers without devices that could not do it and, if the others can, without those found wrong.
+
+        InfeasibleError where nobody can.
+        """
+        _, profiles = self._fleet()
+        if barred:
+            try:
+                return self._place(work, _without(profiles, {*unable, *barred}))
+            except InfeasibleError:
+                pass
+        return self._place(work, _without(profiles, unable))
+
+    def close(self) -> None:
+        self._process.close()
+
+    # -------------------------------------------------------------------------------------------- the fleet
+
+    def _current(self) -> Snapshot:
+        """The adopted fleet; the present one where nobody was there, one of it has left, or no step ends."""
+        number, profiles = self._adopted
+        latest = self._fleet()
+        if latest[0] != number:
+            is_stale = time.monotonic() - self._adopted_at > _STALE_S
+            if profiles is None or latest[1] is None or is_stale or not set(profiles.names) <= set(latest[1].names):
+                self._adopt(latest)
+        return self._adopted
+
+    def _adopt(self, latest: Snapshot) -> None:
+        self._adopted_at = time.monotonic()
+        if latest[0] != self._adopted[0]:
+            self._adopted = latest
+            self._layers.clear()
+
+    def _call(
+        self,
+        profiles: Profiles | None,
+        function: Callable[_Arguments, _Result],
+        *args: _Arguments.args,
+        **kwargs: _Arguments.kwargs,
+    ) -> _Result:
+        if profiles is None or len(profiles) <= _FEW_DEVICES:
+            return function(*args, **kwargs)
+        return self._process.call(function, *args, **kwargs)
+
+    # -------------------------------------------------------------------------------------------- arrangements
+
+    def _place(self, work: PassWork, profiles: Profiles) -> ResidentPlan:
+        previous = self._previous(work)
+        if self._arrange is not None:
+            plan = plan_pass(work, profiles, self._setting, previous=previous, arrange=self._arrange)
+        else:
+            plan = self._call(profiles, plan_pass, work, profiles, self._setting, previous=previous)
+        self.latest = plan
+        return plan
+
+    def _remember(self, work: PassWork, plan: ResidentPlan) -> None:
+        self.latest = plan
+        self._standing.pop(work, None)
+        self._standing[work] = plan
+        if len(self._standing) > _MOST_REMEMBERED:
+            del self._standing[next(iter(self._standing))]
+
+    def _previous(self, work: PassWork) -> ResidentPlan | None:
+        """Who holds these layers already, for such a batch or for another one of the same decoder."""
+        found = self._standing.get(work)
+        if found is not None:
+            return found
+        for other, plan in reversed(self._standing.items()):
+            if other.decoder.hidden == work.decoder.hidden and other.decoder.parts == work.decoder.parts:
+                return _for_decoder(plan, work.decoder, other.decoder)
+        return None
+
+    def _tell(self, choice: PassChoice, names: tuple[str, ...]) -> None:
+        """Say what was chosen and why, but once where only the length of batches differs."""
+        plan = choice.plan
+        key = f"gemm on {names}" if plan is None else repr([(stage.shards, stage.devices) for stage in plan.stages])
+        if key != self._told:
+            self._told = key
+            self._say(f"grain {'gemm' if plan is None else 'resident'}: {choice.reason}")
+
+
+def _without(profiles: Profiles | None, devices: Collection[str]) -> Profiles:
+    if profiles is None:
+        raise InfeasibleError("no device is there that can do it")
+    if not devices:
+        return profiles
+    others = np.flatnonzero([name not in devices for name in profiles.names])
+    if not len(others):
+        raise InfeasibleError("no device is there that can do it")
+    return profiles.take(others)
+
+
+def _for_decoder(plan: ResidentPlan, decoder: Decoder, planned: Decoder) -> ResidentPlan | None:
+    """A plan of the same parts, without its head if there is none; None where one would be missing."""
+    if (decoder.head is None) == (planned.head is None):
+        return plan
+    if planned.head is None:
+        return None
+    *others, last = plan.stages
+    if last.count == 1:
+        return replace(plan, stages=tuple(others))
+    ((shard, holdings),) = last.columns  # only single sublayers are sliced
+    without_head = Column(replace(shard, count=shard.count - 1), holdings)
+    return replace(plan, stages=(*others, Stage(columns=(without_head,))))

@@ -1,0 +1,319 @@
+"""One attempt at a pass under one plan: units become tasks, and results activations and gradients.
+
+`core/schedule/pipeline.py` says what can be computed next and by whom, `resident_tasks.py` names it. An attempt
+recovers by itself what departed devices had computed; `resident_run.py` begins another one where the devices that are
+left cannot go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from cleave import events
+from cleave.core.model.batch import Gradients
+from cleave.core.model.decoder import Decoder
+from cleave.core.model.shard import Shard
+from cleave.core.plan.resident.stages import ResidentPlan
+from cleave.core.schedule.pipeline import Account, Course, Desk, Direction, Pipeline, Seat, Unit
+from cleave.core.schedule.rectangles import within, without
+from cleave.core.schedule.tasks import Accept, DeviceId, GroupsAbandoned, OperandsReleased, TasksSubmitted
+from cleave.protocol.numbers import Matrix
+from cleave.server.activations import Activations, Batched
+from cleave.server.audit_case import Case
+from cleave.server.audits import Audits
+from cleave.server.fleet_view import FleetView
+from cleave.server.operands import Tensor
+from cleave.server.resident_results import GradientPart, ResidentResults, UnitResult
+from cleave.server.resident_tasks import HoldWork, ReadWork, ResidentTasks, UnitWork
+from cleave.server.run import Keep, Requests, Run, Tell
+
+
+@dataclass(slots=True, eq=False)
+class _Loss:
+    """What a departed device left behind: sequences whose units are computed again."""
+
+    device: DeviceId
+    noticed: float
+    units: int
+    open: set[tuple[Shard, int]]
+
+
+class Attempt:
+    def __init__(
+        self,
+        run: Run,
+        decoder: Decoder,
+        batch: Batched,
+        plan: ResidentPlan,
+        course: Course,
+        activations: Activations,
+        results: ResidentResults,
+        tasks: ResidentTasks,
+        *,
+        fleet: FleetView,
+        audits: Audits,
+        avoid: Collection[DeviceId],
+        barred: Collection[DeviceId],
+    ) -> None:
+        """InfeasibleError where devices lack the memory for it. `avoid` shall adopt nothing, `barred` be audited."""
+        self.plan, self.course, self.activations = plan, course, activations
+        self.keeping = 0
+        """Results that are being stored."""
+        self._run, self._decoder, self._batch, self._results, self._tasks = run, decoder, batch, results, tasks
+        self._fleet, self._audits, self._avoid, self._barred = fleet, audits, avoid, barred
+        stages = [stage.shards for stage in plan.stages]
+        self._pipeline = Pipeline(
+            stages,
+            sequences=batch.sequences,
+            chunks=activations.chunks,
+            course=course,
+            trained={number for number, shards in enumerate(stages) if any(tasks.held[one].trained for one in shards)},
+            late=fleet.late,
+        )
+        tasks.set_desks(self._pipeline, fleet.memory_bytes)
+        self._early: dict[tuple[Seat, Direction], dict[int, UnitWork]] = {}
+        """Results that came before those of earlier chunks."""
+        self._losses: list[_Loss] = []
+        self._unsettled: dict[int, set[Shard]] = {
+            number: set() for number, parameter in enumerate(decoder.parameters) if parameter.is_trained
+        }
+        """Trained parameters, and the shards whose part of their gradients is not there."""
+        for shard, held in tasks.held.items():
+            for view, _ in held.trained:
+                self._unsettled[view.parameter].add(shard)
+
+    # -------------------------------------------------------------------------------------------- how far it is
+
+    @property
+    def goes_back(self) -> bool:
+        return self.course != "forward"
+
+    @property
+    def has_outputs(self) -> bool:
+        return self.course != "backward" and self._pipeline.ended("forward")
+
+    @property
+    def is_over(self) -> bool:
+        if self.keeping:
+            return False
+        if not self.goes_back:
+            return self._pipeline.ended("forward")
+        return self._pipeline.ended("backward") and self._pipeline.is_read
+
+    @property
+    def is_stuck(self) -> bool:
+        """The devices that are left cannot go on with what they hold."""
+        return not self.keeping and not self.is_over and self._pipeline.is_stuck
+
+    def gathered(self) -> Gradients:
+        return Gradients(
+            dx=self.activations.dx if self._batch.wants_dx else None,
+            parameters=tuple(self._results.gradient(number) for number in range(len(self._decoder.parameters))),
+        )
+
+    def settled(self, shard: Shard) -> list[tuple[int, Matrix]]:
+        """Gradients of parameters that no other shard has, once all of a shard's are there."""
+        found: list[tuple[int, Matrix]] = []
+        for number, shards in list(self._unsettled.items()):
+            shards.discard(shard)
+            if not shards:
+                del self._unsettled[number]
+                gradient = self._results.gradient(number)
+                assert gradient is not None
+                found.append((number, gradient))
+        return found
+
+    # -------------------------------------------------------------------------------------------- begin, end
+
+    def begin(self) -> Requests:
+        yield from self._submit(self._pipeline.begin())
+
+    def end(self) -> Requests:
+        """Abandon what is under way, and release what devices made for it."""
+        self._audits.drop()
+        groups, made = self._tasks.forget_all()
+        if groups:
+            yield GroupsAbandoned(groups)
+        if made:
+            yield OperandsReleased(made)
+
+    def send_ahead(self, parameter: int, tensor: Tensor) -> Requests:
+        """Bring new weights to the devices that hold them."""
+        yield TasksSubmitted(tuple(self._tasks.hold_tasks(parameter, tensor, self._pipeline)))
+
+    # -------------------------------------------------------------------------------------------- the fleet
+
+    def left(self, device: DeviceId, now: float) -> Requests:
+        """A device takes no more part: others compute again what only it had."""
+        readings = {account: one for account, one in self._tasks.readings.items() if account.device == device}
+        for account in [account for account, reading in readings.items() if reading.is_complete]:
+            self._pipeline.read(account)  # all of it came, and is being added
+            del readings[account]
+        left_over = {account: reading.wanted for account, reading in readings.items() if reading.has_begun}
+        lost, units = self._pipeline.leave(device, left_over)
+        for what in (*lost, *readings):
+            yield from self._forget(what)
+        if lost:
+            done = sum(seat.done["forward"] + seat.done["backward"] for seat in lost)
+            self._losses.append(_Loss(device, now, done, {(seat.shard, seat.sequence) for seat in lost}))
+        yield from self.resettle(units)
+
+    def late(self, device: DeviceId) -> Requests:
+        """A straggler: others take the sequences of which it has added nothing."""
+        lost, units = self._pipeline.give_up_seats(device)
+        for seat in lost:
+            yield from self._forget(seat)
+        yield from self._submit(units)
+
+    def resettle(self, units: Sequence[Unit] = ()) -> Requests:
+        """Give shards that nobody serves to others."""
+        for shard in self._pipeline.unserved:
+            self._adopt(shard)
+        yield from self._submit([*units, *self._pipeline.settle()])
+
+    def _adopt(self, shard: Shard) -> None:
+        """A shard that nobody serves goes to the fastest device that has room for it beside its own."""
+        for device, flops_per_s in self._fleet.fastest():
+            if device not in self._avoid and device not in self._barred:
+                slots = self._tasks.slots_beside(shard, device, self._fleet.memory_bytes(device), self._pipeline)
+                if slots:
+                    self._pipeline.add_desk(shard, Desk(device, slots, flops_per_s))
+                    return
+
+    # -------------------------------------------------------------------------------------------- results
+
+    def accepted(self, accept: Accept, payload: object) -> Requests:
+        match accept.task.work:
+            case UnitWork() as work:
+                work.parts.append((accept.part, payload))
+                if accept.finished and self._pipeline.is_current(work.unit.seat):
+                    yield from self._receive(work)
+            case ReadWork() as work:
+                yield from self._read(work, accept, payload)
+            case HoldWork():
+                pass
+            case _:
+                raise AssertionError("a task of a pass is a unit, a reading or weights")
+
+    def kept(self, item: object, now: float) -> Requests:
+        self.keeping -= 1
+        match item:
+            case UnitResult(unit=unit):
+                yield from self._unit_kept(unit, now)
+            case GradientPart(account=account):
+                yield from self._gradient_kept(account)
+            case _:
+                raise AssertionError("a pass keeps units and gradients")
+
+    def _receive(self, work: UnitWork) -> Requests:
+        """All of a unit's result came: store it, chunk after chunk, in whatever order they come."""
+        seat, direction = work.unit.seat, work.unit.direction
+        waiting = self._early.setdefault((seat, direction), {})
+        waiting[self._pipeline.place_of(work.unit)] = work
+        while seat.received[direction] in waiting:
+            ready = waiting.pop(seat.received[direction])
+            self._pipeline.received(ready.unit)
+            self.keeping += 1
+            yield Keep(self._run, self._unit_result(ready))
+
+    def _unit_result(self, work: UnitWork) -> UnitResult:
+        unit = work.unit
+        return UnitResult(
+            attempt=self,
+            unit=unit,
+            stage=self._pipeline.stage_of(unit.seat.shard),
+            rows=work.rows,
+            cols=work.cols,
+            parts=tuple(work.parts),
+            message=work.message,
+            read=tuple(operand.id for operand in self._tasks.read_by(unit)),
+            is_wanted=not unit.is_silent and (unit.direction == "forward" or self._tasks.wants_dx(unit.seat.shard)),
+            activations=self.activations,
+            case=self._case(unit.seat.account),
+        )
+
+    def _unit_kept(self, unit: Unit, now: float) -> Requests:
+        seat = unit.seat
+        units = self._pipeline.stored(unit)
+        is_over = self._pipeline.is_current(seat) and self._pipeline.is_over(seat)
+        if is_over:
+            yield from self._forget(seat)
+            yield from self._make_good(seat, now)
+            stage = self._pipeline.stage_of(seat.shard)
+            is_needed = self.course == "forward" and self._batch.is_trained
+            if not is_needed and self._pipeline.is_through_stage(stage, seat.sequence):
+                self.activations.release(stage, seat.sequence)
+        yield from self._submit(units, [seat.shard] if is_over else [])
+
+    def _read(self, work: ReadWork, accept: Accept, payload: object) -> Requests:
+        """Add a rectangle of a gradient, as far as nobody had returned it before."""
+        account = work.account
+        reading = self._tasks.readings[account]
+        wanted = within(reading.wanted[work.index], accept.part)
+        for piece in wanted:
+            reading.wanted[work.index] = without(reading.wanted[work.index], piece)
+        reading.keeping += 1
+        self.keeping += 1
+        view, _ = self._tasks.held[account.shard].trained[work.index]
+        yield Keep(
+            self._run,
+            GradientPart(
+                attempt=self,
+                account=account,
+                index=work.index,
+                view=view,
+                part=accept.part,
+                payload=payload,
+                wanted=tuple(wanted),
+                message=work.message,
+                case=self._case(account),
+            ),
+        )
+
+    def _gradient_kept(self, account: Account) -> Requests:
+        reading = self._tasks.readings.get(account)
+        if reading is None:  # its device left; what had come of it stays
+            return
+        reading.keeping -= 1
+        if reading.keeping or not reading.is_complete:
+            return
+        if not account.is_read:
+            self._pipeline.read(account)
+        yield from self._forget(account)
+        yield from self._audits.close(account, self._run)
+
+    def is_gathered(self, shard: Shard) -> bool:
+        return self._pipeline.is_gathered(shard)
+
+    def _case(self, account: Account) -> Case | None:
+        direction: Direction = "backward" if self.goes_back else "forward"
+        return self._audits.case_of(account, self._tasks.held[account.shard], direction, self._barred)
+
+    # -------------------------------------------------------------------------------------------- tasks
+
+    def _submit(self, units: Sequence[Unit], shards: Sequence[Shard] | None = None) -> Requests:
+        """Submit units, and what can be read now of some shards, or of all."""
+        tasks = [self._tasks.unit_task(unit) for unit in units]
+        for shard in self._pipeline.shards if shards is None else shards:
+            accounts = self._pipeline.readable(shard)
+            for account in accounts:
+                tasks += self._tasks.read_tasks(account)
+            if accounts:
+                tasks += [self._tasks.unit_task(unit) for unit in self._pipeline.settle()]
+        if tasks:
+            yield TasksSubmitted(tuple(tasks))
+
+    def _forget(self, what: Seat | Account) -> Requests:
+        """Nothing more is asked of a seat or an account: what its device keeps for it goes."""
+        yield GroupsAbandoned((what,))
+        made = self._tasks.forget(what)
+        if made:
+            yield OperandsReleased(made)
+
+    def _make_good(self, seat: Seat, now: float) -> Requests:
+        for loss in list(self._losses):
+            loss.open.discard((seat.shard, seat.sequence))
+            if not loss.open:
+                self._losses.remove(loss)
+                yield Tell(events.Recovered(device=loss.device, blocks=loss.units, seconds=now - loss.noticed))

@@ -1,0 +1,148 @@
+"""The numbers of a pass through resident layers: results are decoded into activations and gradients.
+
+Called off the loop, from several threads. What an audit needs of a result is kept here too, as it is decoded.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+
+from cleave.core.cost.wire import WireFormat
+from cleave.core.model.decoder import Decoder, View
+from cleave.core.schedule.pipeline import Account, Unit
+from cleave.core.schedule.rectangles import Rectangle
+from cleave.core.schedule.tasks import OperandId, Task
+from cleave.protocol import messages
+from cleave.protocol.frames import Buffer
+from cleave.protocol.numbers import Codec, Matrix
+from cleave.server.activations import Activations
+from cleave.server.audit_case import Case, Replay
+from cleave.server.audits import AuditTotals
+from cleave.server.operands import Operands
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class UnitResult:
+    """All of a unit's result, as it came."""
+
+    attempt: object
+    unit: Unit
+    stage: int
+    rows: int
+    cols: int
+    parts: tuple[tuple[Rectangle, object], ...]
+    message: messages.Run
+    read: tuple[OperandId, ...]
+    """The operands it read beside weights."""
+    is_wanted: bool
+    """It says more than that the unit is done."""
+    activations: Activations
+    case: Case | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class GradientPart:
+    """A rectangle of a weight's gradient, and what of it nobody had returned before."""
+
+    attempt: object
+    account: Account
+    index: int
+    view: View
+    part: Rectangle
+    payload: object
+    wanted: tuple[Rectangle, ...]
+    message: messages.Run
+    case: Case | None
+
+
+class ResidentResults:
+    def __init__(
+        self, decoder: Decoder, codec: Codec, operands: Operands, replay: Replay | None, totals: AuditTotals
+    ) -> None:
+        self._decoder, self._codec, self._operands, self._replay, self._totals = (
+            decoder,
+            codec,
+            operands,
+            replay,
+            totals,
+        )
+        self._adding = threading.Lock()
+        self._gradients: dict[int, Matrix] = {}
+
+    def expect_gradients(self) -> None:
+        """Forget the gradients of a backward pass that did not end."""
+        self._gradients = {}
+
+    def gradient(self, parameter: int) -> Matrix | None:
+        """The gradient of a trained parameter."""
+        shape = self._decoder.parameters[parameter]
+        if not shape.is_trained:
+            return None
+        with self._adding:
+            if parameter not in self._gradients:
+                self._gradients[parameter] = np.zeros((shape.rows, shape.cols), dtype=np.float32)
+            return self._gradients[parameter]
+
+    def check(self, task: Task, part: Rectangle, payload: object, *, is_strict: bool) -> object:
+        raise AssertionError("what a fused unit computes cannot be checked by projection, only audited")
+
+    def keep(self, item: object) -> None:
+        match item:
+            case UnitResult():
+                self._keep_unit(item)
+            case GradientPart():
+                self._keep_gradient(item)
+            case _:
+                raise AssertionError(f"a pass keeps units and gradients, not {type(item).__name__}")
+
+    def audit(self, case: object) -> str:
+        assert self._replay is not None, "else nothing is audited"
+        started = time.thread_time()
+        try:
+            return cast("Case", case).judge(self._replay, self._operands)
+        finally:
+            self._totals.busy_s += time.thread_time() - started
+
+    def _keep_unit(self, result: UnitResult) -> None:
+        values = np.empty((result.rows, result.cols), dtype=np.float32)
+        for part, payload in result.parts:
+            self._decode(payload, result.message.format, part, values[part.top : part.bottom, part.left : part.right])
+        unit = result.unit
+        sequence, chunk = unit.seat.sequence, unit.chunk
+        if result.case is not None:
+            result.case.keep_unit(unit, result.message, result.read, values, self._operands)
+        if not result.is_wanted:
+            return
+        if unit.direction == "forward":
+            result.activations.put_forward(result.stage, unit.seat.shard.index, sequence, chunk, values)
+        else:
+            result.activations.put_backward(result.stage, sequence, chunk, values)
+
+    def _keep_gradient(self, result: GradientPart) -> None:
+        part, view = result.part, result.view
+        values = np.empty((part.rows, part.cols), dtype=np.float32)
+        self._decode(result.payload, result.message.format, part, values)
+        if result.case is not None:
+            result.case.keep_gradient(result.index, result.message, part, values)
+        whole = self.gradient(view.parameter)
+        assert whole is not None, "only trained parameters are read"
+        target = whole[slice(*view.rows), slice(*view.cols)]
+        with self._adding:
+            for wanted in result.wanted:
+                inside = wanted.moved(-part.top, -part.left)
+                added = values[inside.top : inside.bottom, inside.left : inside.right]
+                target[wanted.top : wanted.bottom, wanted.left : wanted.right] += added
+
+    def _decode(self, payload: object, format: WireFormat, part: Rectangle, values: Matrix) -> None:
+        if format == "fp32":
+            np.copyto(values, np.frombuffer(cast("Buffer", payload), dtype="<f4").reshape(part.rows, part.cols))
+        else:
+            decoded = values if values.flags.c_contiguous else np.empty((part.rows, part.cols), dtype=np.float32)
+            self._codec.decode_into(cast("Buffer", payload), format, decoded)
+            if decoded is not values:
+                np.copyto(values, decoded)

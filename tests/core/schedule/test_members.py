@@ -1,0 +1,282 @@
+"""Laws of the roster: snapshots show the healthy devices as measured, and are built only when asked for and changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cleave.core.fleet.profiles import Profiles
+from cleave.core.schedule.members import STAND_IN, Member, PastMembers, Rate, Roster
+from cleave.errors import FleetError
+
+NAMES = ["ann", "bob", "eve", "dan", "zoe"]
+
+
+def join(roster: Roster, name: str, *, flops_per_s: float = 1e9, address: str = "") -> Member:
+    return roster.add(
+        name=name,
+        kernel="numpy",
+        memory_bytes=10**9,
+        flops_per_s=flops_per_s,
+        latency_s=0.01,
+        down_bytes_per_s=10e6,
+        up_bytes_per_s=1e6,
+        address=address,
+    )
+
+
+def shown(profiles: Profiles) -> dict[str, tuple[float, ...]]:
+    columns = (profiles.flops_per_s, profiles.down_bytes_per_s, profiles.up_bytes_per_s, profiles.latency_s)
+    rows = zip(*(column.tolist() for column in columns), profiles.memory_bytes.tolist(), strict=True)
+    return dict(zip(profiles.names, rows, strict=True))
+
+
+class RosterMachine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.late: set[str] = set()
+        self.roster = Roster(self.late)
+        self.seen: tuple[int, Profiles | None] = (0, None)
+        self.then: dict[str, tuple[float, ...]] = {}
+        """Profiles as of the last snapshot, late devices included."""
+        self.must_change = False
+
+    @rule(name=st.sampled_from(NAMES), flops_per_s=st.floats(1e6, 1e12))
+    def joins(self, name: str, flops_per_s: float) -> None:
+        if name not in self.roster.members:
+            join(self.roster, name, flops_per_s=flops_per_s)
+            self.must_change = True
+
+    @rule(name=st.sampled_from(NAMES))
+    def leaves(self, name: str) -> None:
+        if name in self.roster.members:
+            self.late.discard(name)
+            self.roster.remove(name)
+            self.must_change = True
+
+    @precondition(lambda self: self.roster.members)
+    @rule(data=st.data(), seconds=st.floats(0.01, 100.0))
+    def is_measured(self, data: st.DataObject, seconds: float) -> None:
+        name = data.draw(st.sampled_from(sorted(self.roster.members)))
+        member = self.roster.members[name]
+        member.flops.add(1e9, seconds)
+        member.up.add(1e6, seconds)
+        member.heard(seconds / 100)
+        self.roster.measured(name)
+
+    @precondition(lambda self: self.roster.members)
+    @rule(data=st.data())
+    def becomes_late_or_recovers(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(self.roster.members)))
+        member = self.roster.members[name]
+        before = member.rates
+        self.late ^= {name}
+        self.roster.lateness_changed(name)
+        factor = 0.5 if name in self.late else 1.0
+        assert member.rates == pytest.approx([rate * factor for rate in before])
+        self.must_change = True
+
+    @invariant()
+    def a_snapshot_shows_the_healthy_devices_as_measured(self) -> None:
+        number, before = self.seen
+        assert self.roster.number >= number
+        profiles = self.roster.profiles()
+        assert profiles is self.roster.profiles(), "it is built once"
+        members = self.roster.members
+        moved = [name for name, member in members.items() if self.has_moved(name, member)]
+        has_changed = profiles is not before
+        assert has_changed == (self.roster.number > number) == (self.must_change or bool(moved))
+        self.must_change = False
+        if not has_changed:
+            return
+        self.seen = (self.roster.number, profiles)
+        self.then = {name: tuple(member.measured) for name, member in members.items()}
+        if profiles is None:
+            assert not members
+            return
+        healthy = members.keys() - self.late or members.keys()
+        assert shown(profiles) == {name: values for name, values in self.then.items() if name in healthy}
+        assert all(np.isnan(profiles.watts))
+        assert len(profiles.country) == len(profiles.device_class) == len(profiles)
+
+    def has_moved(self, name: str, member: Member) -> bool:
+        profiles = self.seen[1]
+        if profiles is None or name not in profiles.names:
+            return False
+        ratios = [now / then for now, then in zip(member.measured, self.then[name], strict=True)]
+        return any(not 1 / far <= ratio <= far for ratio, far in zip(ratios, (1.3, 1.3, 1.3, 3.0, 1.3), strict=True))
+
+
+TestRoster = RosterMachine.TestCase
+TestRoster.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
+
+
+class _Counted(AbstractSet[str]):
+    """An empty set that counts how often it is read: once per snapshot that is built."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __contains__(self, name: object) -> bool:
+        return False
+
+    def __iter__(self) -> Iterator[str]:
+        self.reads += 1
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def test_joins_of_many_devices_build_one_snapshot() -> None:
+    roster = Roster(late := _Counted())
+    for number in range(1000):
+        join(roster, f"device-{number}")
+    assert late.reads == 0
+    profiles = roster.profiles()
+    assert profiles is not None
+    assert len(profiles) == 1000
+    assert roster.number >= 1000
+    roster.profiles()
+    assert late.reads == 1
+
+
+def test_a_snapshot_does_not_change_with_later_measurements() -> None:
+    roster = Roster()
+    member = join(roster, "ann")
+    profiles = roster.profiles()
+    assert profiles is not None
+    before = shown(profiles)
+    member.up.add(1e9, 1.0)
+    roster.measured("ann")
+    join(roster, "bob")
+    assert shown(profiles) == before
+    with pytest.raises(ValueError, match="read-only"):
+        profiles.latency_s[0] = 1.0
+
+
+@pytest.mark.parametrize("flops_per_s", [np.inf, np.nan])
+def test_a_device_whose_profile_is_invalid_cannot_join(flops_per_s: float) -> None:
+    roster = Roster()
+    join(roster, "ann")
+    with pytest.raises(FleetError, match="bob"):
+        join(roster, "bob", flops_per_s=flops_per_s)
+    assert list(roster.members) == ["ann"]
+    profiles = roster.profiles()
+    assert profiles is not None
+    assert profiles.names == ("ann",)
+
+
+# ------------------------------------------------------------------------------------------------ names
+
+
+def test_equal_names_get_numbers_and_a_free_one_is_reused() -> None:
+    roster = Roster()
+    for expected in ("phone", "phone-2", "phone-3"):
+        with roster.reserved("phone") as name:
+            assert name == expected
+            join(roster, name)
+    roster.remove("phone-2")
+    with roster.reserved("phone") as name:
+        assert name == "phone-2"
+    with roster.reserved("phone") as name, roster.reserved("phone") as other:
+        assert (name, other) == ("phone-2", "phone-4"), "a reserved name is taken"
+
+
+def test_names_of_the_server_are_its_own() -> None:
+    roster = Roster()
+    for reserved in ("server", STAND_IN):
+        with roster.reserved(reserved) as name:
+            assert name == f"{reserved}-2"
+    with roster.reserved(STAND_IN, own=True) as name:
+        assert name == STAND_IN
+
+
+@given(st.text(max_size=100))
+def test_any_text_becomes_a_valid_name(text: str) -> None:
+    roster = Roster()
+    for _ in range(2):
+        with roster.reserved(text) as name:
+            join(roster, name)
+    assert roster.profiles() is not None
+
+
+# ------------------------------------------------------------------------------------------------ past members
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), max_size=60))
+def test_the_oldest_faultless_devices_are_forgotten_first(script: list[tuple[int, bool]]) -> None:
+    past = PastMembers(maximum=4)
+    expected: dict[str, Member] = {}
+    for number, is_wrong in script:
+        name = f"device-{number}"
+        assert past.pop(name) is expected.pop(name, None)
+        member = join(Roster(), name)
+        past.add(member)
+        expected[name] = member
+        if len(expected) > 4:
+            faultless = [other for other, known in expected.items() if not known.wrong]
+            del expected[next(iter(faultless), next(iter(expected)))]
+        if is_wrong:  # found by an audit after it left
+            member.wrong += 1
+        assert dict(past) == expected
+        assert len(past) == len(expected)
+
+
+def test_a_device_that_returns_keeps_its_record_and_from_its_address_its_trust() -> None:
+    roster = Roster()
+    first = join(roster, "ann", flops_per_s=1e9, address="here")
+    first.tasks, first.wrong = 7, 1
+    for _ in range(20):
+        first.flops.add(1e8, 1.0)
+    shown_by_work = first.flops.value
+    roster.remove("ann")
+    stranger = join(roster, "ann", address="elsewhere")
+    assert (stranger.tasks, stranger.wrong) == (7, 1)
+    assert stranger.trust is not first.trust
+    assert stranger.flops.value == 1e9
+    roster.remove("ann")
+    roster.past.pop("ann")
+    roster.past.add(first)
+    again = join(roster, "ann", flops_per_s=1e9, address="here")
+    assert again.trust is first.trust
+    assert again.flops.value == pytest.approx(shown_by_work), "a probe does not outdo what work has shown"
+    assert "ann" not in roster.past
+
+
+def test_a_device_sent_away_waits_twice_as_long_each_time() -> None:
+    roster = Roster()
+    pauses: list[float] = []
+    for _ in range(10):
+        join(roster, "ann", address="here")
+        roster.send_away("ann", now=100.0)
+        roster.remove("ann")
+        pauses.append(roster.pause_s("ann", "here", now=100.0))
+    assert pauses[:4] == [2.0, 4.0, 8.0, 16.0]
+    assert max(pauses) == 300.0
+    assert roster.pause_s("ann", "here", now=1000.0) == 0.0
+    assert roster.pause_s("ann", "elsewhere", now=100.0) == 0.0
+
+
+# ------------------------------------------------------------------------------------------------ rates
+
+
+def test_a_rate_follows_a_device_that_slows_down_and_ignores_impossible_measurements() -> None:
+    rate = Rate(100.0, 1000.0, 1e6)
+    for amount, seconds in ((np.inf, 1.0), (1.0, 0.0), (-1.0, 1.0), (1.0, np.nan), (np.nan, 1.0)):
+        rate.add(amount, seconds)
+    assert rate.value == pytest.approx(100.0)
+    rate.add(100.0, 10.0)
+    assert rate.value > 20.0, "a single odd one moves it little"
+    for _ in range(60):
+        rate.add(100.0, 10.0)
+    assert rate.value == pytest.approx(10.0, rel=0.05)
+    rate.add(1e9, 1e-9)
+    assert rate.value <= 1e6

@@ -1,0 +1,55 @@
+"""Commands that must not outlive their test, and the settings of a small run that ends when the test says so."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from tests.support.commands import Process, command, environment
+
+Start = Callable[..., Process]
+# In its warm-up, a run's learning rate does not depend on how many steps there will be, so tests may decide that later.
+_SETTINGS = """
+model = "tiny-llama"
+data = '{data}'
+sequence = 32
+batch = 2
+steps = 100_000
+warmup_steps = 100_000
+learning_rate = 20.0
+eval_every = 0
+sample = 0
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start a command under a name; its output goes to the file `NAME.out`."""
+    started: list[Process] = []
+
+    def begin(name: str, *arguments: str) -> Process:
+        with (tmp_path / f"{name}.out").open("ab") as output:
+            process = subprocess.Popen(command(*arguments), env=environment(tmp_path), stdout=output, stderr=output)
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "text.txt"
+    path.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    return path
+
+
+@pytest.fixture
+def settings(tmp_path: Path, text: Path) -> str:
+    path = tmp_path / "run.toml"
+    path.write_text(_SETTINGS.format(data=text))
+    return str(path)

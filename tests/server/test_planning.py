@@ -1,0 +1,187 @@
+"""Laws of choices and plans: the faster grain is chosen, said once, and kept while the same devices are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.support.stacks import decoder
+
+from cleave.core.fleet.profiles import Profiles
+from cleave.core.model.gemms import Linear
+from cleave.core.plan.choose import Local, PassChoice, PassWork, Setting
+from cleave.core.plan.resident.small_fleet import plan_columns
+from cleave.core.plan.resident.stages import ResidentPlan
+from cleave.errors import InfeasibleError
+from cleave.server.planning import Planning
+
+WORK = PassWork(
+    decoder(hidden=128, head_dim=32, inner=768, words=512).decoder, sequences=8, sequence=64, is_trained=True
+)
+LINEAR = Linear(tokens=512, in_width=128, out_width=128)
+HERE = Local()
+
+
+def devices(*names: str, flops_per_s: float = 1e10, rate: float = 1e6, memory_bytes: float = 1e9) -> Profiles:
+    many = np.ones(len(names))
+    return Profiles(
+        names=names,
+        flops_per_s=flops_per_s * many,
+        down_bytes_per_s=rate * many,
+        up_bytes_per_s=rate * many,
+        latency_s=0.001 * many,
+        memory_bytes=memory_bytes * many,
+    )
+
+
+class Place:
+    """A fleet that a test changes, and what was said."""
+
+    def __init__(self, profiles: Profiles | None, arrange: Callable[..., ResidentPlan] = plan_columns) -> None:
+        self.number, self.profiles = 0, profiles
+        self.said: list[str] = []
+        self.previous: list[ResidentPlan | None] = []
+        self._inner = arrange
+        self.planning = Planning(
+            Setting(wire="fp32"),
+            fleet=lambda: (self.number, self.profiles),
+            say=self.said.append,
+            arrange=self._arrange,
+        )
+
+    def _arrange(self, *args: Any, previous: ResidentPlan | None, **options: Any) -> ResidentPlan:
+        self.previous.append(previous)
+        return self._inner(*args, previous=previous, **options)
+
+    def change(self, profiles: Profiles | None) -> None:
+        self.number, self.profiles = self.number + 1, profiles
+
+    def choose(self, *, must: bool = False) -> PassChoice:
+        return self.planning.choose_pass(WORK, HERE, must=must)
+
+    def held(self) -> list[tuple[object, ...]]:
+        """Who holds what, resident layers being forced."""
+        plan = self.choose(must=True).plan
+        assert plan is not None
+        return [(stage.shards, stage.devices) for stage in plan.stages]
+
+
+def taking(seconds: float) -> Callable[..., ResidentPlan]:
+    def arrange(*args: Any, **options: Any) -> ResidentPlan:
+        return replace(plan_columns(*args, **options), busiest_s=seconds, fill_s=0.0)
+
+    return arrange
+
+
+def test_the_grain_that_is_predicted_to_be_faster_is_chosen_and_said() -> None:
+    slow = Place(devices("ann", "bob"), taking(1e6))
+    choice = slow.choose()
+    assert not choice.is_resident
+    assert choice.plan is None
+    assert "1e+06 s with resident layers" in choice.reason
+    assert slow.said == [f"grain gemm: {choice.reason}"]
+    fast = Place(devices("ann", "bob"), taking(1e-9))
+    assert fast.choose().is_resident
+    (said,) = fast.said
+    assert said.startswith("grain resident: ")
+    assert "with gemms" in said
+
+
+def test_resident_layers_can_be_forced_even_if_slower() -> None:
+    assert Place(devices("ann"), taking(1e6)).choose(must=True).is_resident
+
+
+@pytest.mark.parametrize("must", [False, True])
+def test_where_nothing_fits_the_reason_is_the_planners(must: bool) -> None:
+    place = Place(devices("ann", memory_bytes=100))
+    choice = place.choose(must=must)
+    assert not choice.is_resident
+    assert choice.reason.startswith("no layers can be resident: no columns fit")
+    assert "add devices or memory" in choice.reason
+    with pytest.raises(InfeasibleError, match="no columns fit"):
+        place.planning.plan_again(WORK, (), ())
+
+
+def test_without_devices_gemms_are_chosen_unless_layers_must_wait_for_some() -> None:
+    assert not Place(None).choose().is_resident
+    forced = Place(None).choose(must=True)
+    assert forced.is_resident
+    assert forced.plan is None
+    with pytest.raises(InfeasibleError, match="no device is there"):
+        Place(None).planning.plan_again(WORK, (), ())
+
+
+def test_the_grain_is_chosen_and_said_once_while_the_same_devices_are_there() -> None:
+    place = Place(devices("ann", "bob"), taking(1e6))
+    reasons = {place.choose().reason for _ in range(3)}
+    place.change(devices("ann", "bob", rate=2e6))
+    place.planning.step_ended()
+    reasons.add(place.choose().reason)
+    assert len(reasons) == len(place.said) == 1
+    place.change(devices("ann", "bob", "cid"))
+    place.planning.step_ended()
+    place.choose()
+    assert len(place.said) == 2
+
+
+def test_a_plan_is_made_once_for_a_fleet_that_does_not_change() -> None:
+    place = Place(devices("ann", "bob"))
+    assert place.held() == place.held()
+    assert len(place.previous) == 1
+    assert place.planning.latest == place.choose(must=True).plan
+
+
+@pytest.mark.parametrize("factor", [0.93, 1.07])
+def test_arrangements_stay_when_rates_move_a_little(factor: float) -> None:
+    place = Place(devices("ann", "bob", "cid", memory_bytes=64e6))
+    held = place.held()
+    place.change(devices("ann", "bob", "cid", memory_bytes=64e6, flops_per_s=1e10 * factor, rate=1e6 / factor))
+    place.planning.step_ended()
+    assert place.held() == held
+    assert place.previous[1] is not None, "the planner is told who holds what"
+
+
+def test_a_device_that_joins_is_used_from_the_next_step_on() -> None:
+    place = Place(devices("ann"))
+    before = place.planning.layer(LINEAR, HERE)
+    place.change(devices("ann", "bob"))
+    assert place.planning.layer(LINEAR, HERE) is before, "a plan is not dropped by a join"
+    place.planning.step_ended()
+    after = place.planning.layer(LINEAR, HERE).plan
+    assert after is not None
+    assert {block.device for block in after.blocks["forward"]} == {"ann", "bob"}
+
+
+def test_a_departed_device_is_left_out_at_once() -> None:
+    place = Place(devices("ann", "bob"))
+    place.planning.layer(LINEAR, HERE)
+    place.change(devices("bob"))
+    plan = place.planning.layer(LINEAR, HERE).plan
+    assert plan is not None
+    assert {block.device for block in plan.blocks["forward"]} == {"bob"}
+
+
+def test_devices_found_wrong_are_avoided_where_others_can_do_the_work() -> None:
+    place = Place(devices("ann", "bob"))
+    assert place.planning.plan_again(WORK, (), {"ann"}).devices == {"bob"}
+    alone = Place(devices("ann"))
+    assert alone.planning.plan_again(WORK, (), {"ann"}).devices == {"ann"}
+    with pytest.raises(InfeasibleError, match="no device is there that can do it"):
+        alone.planning.plan_again(WORK, {"ann"}, ())
+
+
+def test_large_fleets_are_planned_in_another_process_with_the_same_result() -> None:
+    names = [f"d{number}" for number in range(40)]
+    place = Place(devices(*names))
+    planning = Planning(Setting(wire="fp32"), fleet=lambda: (1, place.profiles), say=place.said.append)
+    try:
+        there = planning.layer(LINEAR, HERE).plan
+    finally:
+        planning.close()
+    from cleave.core.plan.choose import choose_layer
+
+    here = choose_layer(LINEAR, place.profiles, Setting(wire="fp32"), HERE).plan
+    assert there == here

@@ -1,0 +1,91 @@
+"""The `cleave` command in processes of its own, as a person starts it, and its runs as their event logs show them."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from cleave.events import DeviceJoined, DeviceLeft, StepDone, read_events
+
+PATIENCE_S = 180.0
+"""Deadline of every wait: far longer than a busy machine takes, as only a failure waits so long."""
+_POLL_S = 0.02
+
+Process = subprocess.Popen[bytes]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "cleave", *arguments]
+
+
+def environment(home: Path) -> dict[str, str]:
+    """This process's own variables without settings of Cleave, and lines too long to be wrapped."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("CLEAVE_")}
+    return {**kept, "CLEAVE_HOME": str(home), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "500"}
+
+
+def run(home: Path, *arguments: str, token: str | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end."""
+    secret = {} if token is None else {"CLEAVE_TOKEN": token}
+    return subprocess.run(
+        command(*arguments),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env={**environment(home), **secret},
+        check=False,
+    )
+
+
+def wait_until(condition: Callable[[], object], process: Process) -> None:
+    """Wait for something another process does, such as writing a line to a file."""
+    give_up = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < give_up, "it takes too long"
+        if process.poll() is not None:
+            assert condition(), f"the process ended too soon, with exit code {process.returncode}"
+            return
+        time.sleep(_POLL_S)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def local_devices(server: Process) -> dict[str, psutil.Process]:
+    """Devices a server started itself, by their names."""
+    commands = {child: child.cmdline() for child in psutil.Process(server.pid).children()}
+    return {words[words.index("--name") + 1]: child for child, words in commands.items() if "join" in words}
+
+
+# ------------------------------------------------------------------------------------------------ event logs
+
+
+def losses(run_directory: Path) -> dict[int, float]:
+    """The loss of each step; of a step done twice, the later one."""
+    path = run_directory / "events.jsonl"
+    seen = read_events(path) if path.exists() else []
+    return {event.step: event.loss for event in seen if isinstance(event, StepDone)}
+
+
+def last_step(run_directory: Path) -> int:
+    return max(losses(run_directory), default=0)
+
+
+def joined(run_directory: Path) -> list[str]:
+    """Names of the devices in the order they joined."""
+    return [event.device for event in read_events(run_directory / "events.jsonl") if isinstance(event, DeviceJoined)]
+
+
+def departures(run_directory: Path) -> dict[str, str]:
+    """Reasons for leaving by device name."""
+    seen = read_events(run_directory / "events.jsonl")
+    return {event.device: event.reason for event in seen if isinstance(event, DeviceLeft)}

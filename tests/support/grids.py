@@ -1,0 +1,37 @@
+"""Which of many test cases `make test` runs: of a grid, a sample that shows every combination of a few values.
+
+Faults that need three particular values at once are rare next to those that need two, and a grid of four axes has far
+more triples than pairs. So `make test` runs a sample of each grid, `make test-all` the whole of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+import pytest
+
+Case = Mapping[str, Hashable]
+Combination = frozenset[tuple[str, Hashable]]
+
+
+def covering_sample(cases: Sequence[Case], strength: int = 2) -> list[int]:
+    """Indices of cases, in order, that show each combination of `strength` values any case shows; chosen greedily."""
+    shown = [_combinations(case, strength) for case in cases]
+    missing = set[Combination]().union(*shown)
+    chosen: list[int] = []
+    while missing:
+        best = max(range(len(cases)), key=lambda index: len(shown[index] & missing))
+        chosen.append(best)
+        missing -= shown[best]
+    return sorted(chosen)
+
+
+def _combinations(case: Case, strength: int) -> set[Combination]:
+    return {frozenset(values) for values in combinations(case.items(), min(strength, len(case)))}
+
+
+def fast_and_slow(fast: Iterable[Any], slow: Iterable[Any]) -> list[Any]:
+    """Values of a parameter; only `make test-all` runs the slow ones."""
+    return [*fast, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)]
