@@ -55,7 +55,7 @@ def multiply(fleet: Fleet, tokens: int, width: int, out: int) -> None:
     x, weight, dy = (
         rng.standard_normal(shape, dtype=np.float32) for shape in ((tokens, width), (out, width), (tokens, out))
     )
-    linear = Linear(tokens=tokens, in_width=width, out_width=out)
+    plan = fleet.cluster.choose_layer(Linear(tokens=tokens, in_width=width, out_width=out)).plan
     tensors = [fleet.cluster.tensor(*matrix.shape) for matrix in (x, weight, dy)]
     for tensor, matrix in zip(tensors, (x, weight, dy), strict=True):
         tensor.bind(matrix)
@@ -65,7 +65,7 @@ def multiply(fleet: Fleet, tokens: int, width: int, out: int) -> None:
         ("grad_input", staged_dy, staged_weight),
         ("grad_weight", staged_dy, staged_x),
     ):
-        (found,) = fleet.cluster.submit(role, (a,), (b,), linear).result(DEADLINE_S)
+        (found,) = fleet.cluster.submit(role, (a,), (b,), plan).result(DEADLINE_S)
         expected: Matrix = {
             "forward": lambda: x[-3:] @ weight.T,
             "grad_input": lambda: dy[-3:] @ weight,

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.batch import Batch, Matrix
 from cleave.protocol.numbers import NumpyCodec
-from cleave.server.activations import Boundaries
-from cleave.server.operands import Staging, Tensor
+from cleave.server.activations import Activations
+from cleave.server.operands import Operands, Tensor
 
 steady = settings(max_examples=60, deadline=None, derandomize=True)
 HIDDEN = 3
@@ -28,26 +28,26 @@ def numbers(rng: np.random.Generator, *shape: int) -> Matrix:
     return rng.integers(-8, 9, shape).astype(np.float32)
 
 
-def staging() -> Staging:
-    return Staging(NumpyCodec(), lambda operands: None)
+def no_operands() -> Operands:
+    return Operands(NumpyCodec(), lambda released: None)
 
 
-def batch(sequences: int, sequence: int, *, seed: int = 0, **options: Any) -> Batch:
+def batch(sequences: int, sequence: int, *, seed: int = 0, **options: Any) -> Batch[Tensor]:
     x = numbers(np.random.default_rng(seed), sequences * sequence, HIDDEN)
     return Batch(x=x, sequences=sequences, sequence=sequence, operands=(), **options)
 
 
 def between(
-    of: Batch,
+    of: Batch[Tensor],
     slices: Sequence[int],
     chunk: int,
     *,
     has_head: bool = False,
     budget_bytes: int = PLENTY,
     format: WireFormat = "fp32",
-) -> Boundaries:
-    return Boundaries(
-        of, slices, chunk=chunk, has_head=has_head, staging=staging(), format=format, budget_bytes=budget_bytes
+) -> Activations:
+    return Activations(
+        of, slices, chunk=chunk, has_head=has_head, operands=no_operands(), format=format, budget_bytes=budget_bytes
     )
 
 
@@ -138,9 +138,6 @@ def test_the_loss_is_that_of_the_whole_vocabulary_however_it_is_cut(
         for at in range(sequences):
             for piece in range(found.chunks):
                 found.put_forward(1, part, at, piece, pair[slice(*found.rows(at, piece))])
-    for at in range(sequences):
-        for piece in range(found.chunks):
-            found.close_loss(at, piece)
     theirs = torch.nn.functional.cross_entropy(
         torch.from_numpy(logits), torch.from_numpy(targets[:, 0]).long(), ignore_index=-1, reduction="none"
     )
@@ -159,6 +156,9 @@ def test_beyond_the_budget_numbers_lie_on_disk(monkeypatch: pytest.MonkeyPatch, 
     of = batch(2, 8)
     size = of.x.nbytes
     found = between(of, [1, 1, 1], 8, budget_bytes=size + size // 2)
+    for stage in range(3):
+        for at in range(2):
+            found.put_forward(stage, 0, at, 0, np.ones((8, HIDDEN), np.float32))
     kinds = [isinstance(found._x[stage], np.memmap) for stage in range(4)]  # pyright: ignore[reportPrivateUsage]
     assert kinds == [False, False, True, True], "the batch's own, one within the budget, two beyond it"
 

@@ -382,7 +382,7 @@ def test_a_cluster_that_closes_fails_what_waits() -> None:
             outputs.result(PATIENCE_S)
 
 
-def test_a_device_that_joins_in_the_middle_has_a_part_in_the_next_product() -> None:
+def test_a_device_that_joins_in_the_middle_has_a_part_in_the_next_step() -> None:
     made = layer(6000, 256, (256,))
     with world() as there:
         gate = Gate()
@@ -392,6 +392,7 @@ def test_a_device_that_joins_in_the_middle_has_a_part_in_the_next_product() -> N
         there.join()
         gate.opened.set()
         check(outputs, made.expected("forward"))
+        there.cluster.step_ended()
         check(submitted(there, "forward", made), made.expected("forward"))
         assert [member.tasks > 0 for member in there.cluster.here()] == [True, True]
 

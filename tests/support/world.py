@@ -120,17 +120,18 @@ class World:
         a, b = layer.operands(role)
         staged = [tuple(self._tensor(matrix) for matrix in side) for side in (a, b)]
         outputs = await asyncio.wrap_future(
-            self.cluster.submit(role, staged[0], staged[1], self.cluster.plan(layer.linear))
+            self.cluster.submit(role, staged[0], staged[1], self.cluster.choose_layer(layer.linear).plan)
         )
         for output, expected in zip(outputs, layer.expected(role), strict=True):
             np.testing.assert_allclose(output, expected, rtol=0, atol=SEEN * float(expected.std()), err_msg=role)
 
     async def products(self, *layers: Layer) -> None:
-        """All three of each layer, at once."""
+        """All three of each layer, at once: a step."""
         async with asyncio.TaskGroup() as group:
             for layer in layers:
                 for role in ROLES:
                     group.create_task(self.product(role, layer), name=f"product {role}")
+        self.cluster.step_ended()
 
     def _tensor(self, matrix: Matrix) -> Tensor:
         made = self.cluster.tensor(*matrix.shape)

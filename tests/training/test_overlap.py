@@ -12,7 +12,6 @@ from torch import nn, optim
 
 import cleave
 from cleave import Fleet
-from cleave.core.schedule.tasks import DeviceId
 
 STEPS = 5
 EPS = 1e-4  # the gradient of a bias of keys is nothing but rounding, which Adam would make as large as any other
@@ -110,9 +109,7 @@ def test_a_device_that_leaves_while_weights_are_updated_costs_nothing(fleet: Fle
 
     def part(*_: object) -> None:
         if next(steps) == 8:  # in the midst of the first backward's updates
-            someone = DeviceId(fleet.cluster.here()[0].name)
-            loop = fleet.cluster._loop
-            loop.call_soon_threadsafe(lambda: fleet.cluster._dispatcher.part(someone, "a test", rejoin=True))
+            fleet.cluster.disconnect(fleet.cluster.here()[0].name, "a test", rejoin=True)
 
     hook = optimizer.register_step_post_hook(part)
     assert train(model, optimizer) == pytest.approx(expected, abs=1e-4)

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from cleave.core.model.batch import Direction
-from cleave.core.schedule.pipeline import Account, Seat, Unit
+from cleave.core.schedule.accounts import Account, Seat
+from cleave.core.schedule.pipeline import Unit
 from cleave.core.schedule.rectangles import Rectangle
 from cleave.core.schedule.tasks import OperandId
 from cleave.core.verify.recompute import disagreement, least_of

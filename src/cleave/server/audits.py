@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from cleave import events
 from cleave.core.model.batch import Direction
+from cleave.core.schedule.accounts import Account
 from cleave.core.schedule.members import Roster
-from cleave.core.schedule.pipeline import Account
 from cleave.core.schedule.tasks import DeviceId
 from cleave.core.verify.recompute import Policy, chance
 from cleave.core.verify.trust import Trust
@@ -47,6 +47,8 @@ class Audits:
         self._draw, self._roster, self._totals = draw, roster, totals
         self._cases: dict[Account, Case | None] = {}
         """None: it is not audited, or its audit is over."""
+        self._open = 0
+        """Cases that are not concluded."""
         self._queue: deque[Case] = deque()
         self._running: Case | None = None
 
@@ -57,11 +59,12 @@ class Audits:
         if account not in self._cases:
             chosen = self._is_chosen(account, direction, is_barred=account.device in barred)
             self._cases[account] = Case(account, held) if chosen else None
+            self._open += chosen
         return self._cases[account]
 
     @property
     def are_open(self) -> bool:
-        return any(case is not None for case in self._cases.values())
+        return self._open > 0
 
     def close(self, account: Account, run: Run) -> Requests:
         """Nothing will be added to an account: its audit may begin."""
@@ -82,6 +85,7 @@ class Audits:
             if case is not None:
                 case.is_dropped = True
         self._cases.clear()
+        self._open = 0
         self._queue.clear()
         self._running = None
 
@@ -91,6 +95,7 @@ class Audits:
             return
         self._running = None
         self._cases[case.account] = None
+        self._open -= 1
         device, units = case.account.device, len(case.units)
         self._totals.units += units
         yield Tell(events.Audited(device=device, units=units, is_right=not reason))

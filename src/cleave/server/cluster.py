@@ -27,6 +27,7 @@ from cleave.core.plan.choose import Arrange, LayerChoice, Local, PassChoice, Pas
 from cleave.core.plan.gemm.layer import LinearPlan
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.core.schedule.members import STAND_IN, Member
+from cleave.core.schedule.tasks import DeviceId
 from cleave.core.verify.recompute import Policy
 from cleave.errors import FleetGoneError
 from cleave.protocol.numbers import Codec, Matrix, NumpyCodec
@@ -252,6 +253,10 @@ class Cluster:
         batch = run.batch
         work = PassWork(run.decoder, batch.sequences, batch.sequence, batch.is_trained)
         return self.planning.plan_again(work, run.unable, run.barred)
+
+    def disconnect(self, device: str, reason: str, *, rejoin: bool) -> None:
+        """Disconnect a device soon; with `rejoin` it may come back."""
+        self.loop.call_soon_threadsafe(lambda: self._driver.disconnect(DeviceId(device), reason, rejoin=rejoin))
 
     # -------------------------------------------------------------------------------------------- event loop
 

@@ -6,7 +6,7 @@ costs to place it does not grow with the fleet. Read-only; lives with the engine
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 
 import numpy as np
@@ -47,10 +47,17 @@ class FleetView:
     def memory_bytes(self, device: DeviceId) -> int:
         return self._roster.members[device].memory_bytes
 
-    def fastest(self) -> list[tuple[DeviceId, float]]:
-        """Devices that are not late and their FLOP/s, the fastest first."""
-        found = [(DeviceId(name), member.flops.value) for name, member in self._roster.members.items()]
-        return sorted((one for one in found if one[0] not in self._ledger.late), key=lambda one: -one[1])
+    def helpers(self) -> Iterator[tuple[DeviceId, float]]:
+        """Devices that are not late, with their FLOP/s: the fastest of those that are free soonest, then all others."""
+        near = self._ledger.least_busy(_CANDIDATES)
+        yield from self._by_speed(near)
+        seen = set(near)
+        others = (device for device in map(DeviceId, self._roster.members) if device not in seen)
+        yield from self._by_speed(device for device in others if device not in self._ledger.late)
+
+    def _by_speed(self, devices: Iterable[DeviceId]) -> list[tuple[DeviceId, float]]:
+        found = [(device, self._roster.members[device].flops.value) for device in devices]
+        return sorted(found, key=lambda one: -one[1])
 
     def reassign(
         self,

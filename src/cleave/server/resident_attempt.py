@@ -11,11 +11,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from cleave import events
-from cleave.core.model.batch import Gradients
+from cleave.core.model.batch import Direction, Gradients
 from cleave.core.model.decoder import Decoder
 from cleave.core.model.shard import Shard
 from cleave.core.plan.resident.stages import ResidentPlan
-from cleave.core.schedule.pipeline import Account, Course, Desk, Direction, Pipeline, Seat, Unit
+from cleave.core.schedule.accounts import Account, Seat
+from cleave.core.schedule.desks import Desk
+from cleave.core.schedule.pipeline import Course, Pipeline, Unit
 from cleave.core.schedule.rectangles import within, without
 from cleave.core.schedule.tasks import Accept, DeviceId, GroupsAbandoned, OperandsReleased, TasksSubmitted
 from cleave.protocol.numbers import Matrix
@@ -68,7 +70,7 @@ class Attempt:
             sequences=batch.sequences,
             chunks=activations.chunks,
             course=course,
-            trained={number for number, shards in enumerate(stages) if any(tasks.held[one].trained for one in shards)},
+            trained=[shard for shard, held in tasks.held.items() if held.trained],
             late=fleet.late,
         )
         tasks.set_desks(self._pipeline, fleet.memory_bytes)
@@ -173,12 +175,12 @@ class Attempt:
         yield from self._submit([*units, *self._pipeline.settle()])
 
     def _adopt(self, shard: Shard) -> None:
-        """A shard that nobody serves goes to the fastest device that has room for it beside its own."""
-        for device, flops_per_s in self._fleet.fastest():
+        """A shard that nobody serves goes to a fast device that has room for it beside its own."""
+        for device, flops_per_s in self._fleet.helpers():
             if device not in self._avoid and device not in self._barred:
                 slots = self._tasks.slots_beside(shard, device, self._fleet.memory_bytes(device), self._pipeline)
                 if slots:
-                    self._pipeline.add_desk(shard, Desk(device, slots, flops_per_s))
+                    self._pipeline.desks.add(shard, Desk(device, slots, flops_per_s))
                     return
 
     # -------------------------------------------------------------------------------------------- results

@@ -14,7 +14,8 @@ import numpy as np
 
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.decoder import Decoder, View
-from cleave.core.schedule.pipeline import Account, Unit
+from cleave.core.schedule.accounts import Account
+from cleave.core.schedule.pipeline import Unit
 from cleave.core.schedule.rectangles import Rectangle
 from cleave.core.schedule.tasks import OperandId, Task
 from cleave.protocol import messages

@@ -16,7 +16,9 @@ from cleave.core.cost.wire import DEVICE_BYTES, WireFormat, encoded_bytes
 from cleave.core.model.decoder import Decoder, Head, Part
 from cleave.core.model.shard import Shard
 from cleave.core.plan.resident.stages import ResidentPlan
-from cleave.core.schedule.pipeline import Account, Desk, Pipeline, Seat, Unit
+from cleave.core.schedule.accounts import Account, Seat
+from cleave.core.schedule.desks import Desk
+from cleave.core.schedule.pipeline import Pipeline, Unit
 from cleave.core.schedule.rectangles import Rectangle, total
 from cleave.core.schedule.tasks import DeviceId, Operand, OperandId, Task, TaskId
 from cleave.errors import InfeasibleError
@@ -129,31 +131,32 @@ class ResidentTasks:
                     served.setdefault(holding.device, []).append((shard, holding.sequences))
         for device, shards in served.items():
             kept = sum(self.held[shard].demand.trained_bytes for shard, _ in shards)
-            bare = [self._need_bytes(shard, 0) for shard, _ in shards]
+            bare = [self.need_bytes(shard, 0) for shard, _ in shards]
             for (shard, speed), need in zip(shards, bare, strict=True):
                 others = kept - self.held[shard].demand.trained_bytes  # what they keep,
                 others += max(bare) - need  # and what one of them needs at a time
                 slots = self._slots(shard, memory_bytes(device) - others, len(shards))
                 if slots:
-                    pipeline.add_desk(shard, Desk(device, slots, max(speed, _LEAST_SPEED)))
+                    pipeline.desks.add(shard, Desk(device, slots, max(speed, _LEAST_SPEED)))
         for shard in pipeline.unserved:
             holdings = self._plan.stages[self._stage[shard]].columns[shard.index].holdings
             offered = max(memory_bytes(holding.device) for holding in holdings)
             raise InfeasibleError(
-                f"a column needs {self._need_bytes(shard, 1) / 1e6:.3g} MB on a device, but the largest it was planned "
+                f"a column needs {self.need_bytes(shard, 1) / 1e6:.3g} MB on a device, but the largest it was planned "
                 f"for offers {offered / 1e6:.3g} MB; lend more memory or devices, or train with shorter sequences"
             )
 
     def slots_beside(self, shard: Shard, device: DeviceId, memory_bytes: int, pipeline: Pipeline) -> int:
         """How many sequences of a shard a device could have open beside what it serves already; 0: none."""
-        taken = sum(self._need_bytes(other, desk.slots) for other, desk in pipeline.desks_of(device))
+        taken = sum(self.need_bytes(other, desk.slots) for other, desk in pipeline.desks.of(device))
         return self._slots(shard, memory_bytes - taken, 1)
 
     def _slots(self, shard: Shard, memory_bytes: int, shared_by: int) -> int:
         demand, most = self.held[shard].demand, self._batch.sequences
         return demand.sequences_within(memory_bytes, self._plan.chunk, self._tables_bytes, most, shared_by)
 
-    def _need_bytes(self, shard: Shard, open_sequences: int) -> int:
+    def need_bytes(self, shard: Shard, open_sequences: int) -> int:
+        """Bytes of a shard on a device with so many sequences open."""
         return self.held[shard].demand.memory_bytes(self._plan.chunk, open_sequences, self._tables_bytes)
 
     def wants_dx(self, shard: Shard) -> bool:
@@ -223,7 +226,7 @@ class ResidentTasks:
         for shard, held in self.held.items():
             views = [view for view, _ in held.trained if view.parameter == parameter]
             operands = tuple(self._operands.slice(tensor, view.rows, view.cols).operand for view in views)
-            for desk in pipeline.desks[shard] if operands else ():
+            for desk in pipeline.desks.at(shard) if operands else ():
                 program = Hold(operands=tuple(operand.id for operand in operands))
                 id = TaskId(next(self._ids))
                 yield Task(

@@ -142,7 +142,7 @@ def test_it_ends_no_later_than_with_any_single_device(lost: Lost) -> None:
     m, n, k = lost.size
     room = lost.fleet.memory_bytes >= 4 * DEVICE_BYTES * (m * k + k * n + m * n)
     assume(room.any())
-    alone = [lost.taken_s([lost.block._replace(device=int(device))]) for device in np.flatnonzero(room)]
+    alone = [lost.taken_s([lost.given_to(device)]) for device in np.flatnonzero(room)]
     assert lost.taken_s(lost.redone()) <= min(alone) * (1 + 1e-9)
 
 
@@ -159,7 +159,7 @@ def test_no_other_whole_lines_would_end_sooner(lost: Lost) -> None:
     assume(len(parts) > 1)
     level_s = lost.taken_s(parts) * (1 - 1e-6)
     done = 0
-    for device in range(len(lost.fleet)):
+    for device in lost.fleet.names:
         first_s = lost.line_by_line_s(device, 0, across, k, holds)
         line_s = lost.line_by_line_s(device, 1, across, k, holds) - first_s
         done += max(0, int((level_s - first_s) / line_s))

@@ -8,13 +8,14 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import pytest
-from cleave.core.schedule.desks import Desk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.core.fleet.profiles import DeviceId
 from cleave.core.model.shard import Shard
-from cleave.core.schedule.pipeline import Account, Course, Pipeline, Seat, Unit
+from cleave.core.schedule.accounts import Account, Seat
+from cleave.core.schedule.desks import Desk
+from cleave.core.schedule.pipeline import Course, Pipeline, Unit
+from cleave.core.schedule.tasks import DeviceId
 
 steady = settings(max_examples=150, deadline=None, derandomize=True)
 TENSORS = 3
@@ -30,7 +31,7 @@ def stages_of(*slices: int) -> list[list[Shard]]:
 
 
 def all_desks(pipeline: Pipeline) -> list[tuple[Shard, Desk]]:
-    return [(shard, desk) for shard in pipeline.shards for desk in pipeline.desks.of(shard).values()]
+    return [(shard, desk) for shard in pipeline.shards for desk in pipeline.desks.at(shard)]
 
 
 @dataclass
@@ -41,7 +42,10 @@ class Table:
     sequences: int
     chunks: int
     late: set[DeviceId] = field(default_factory=lambda: set[DeviceId]())
+    trained: frozenset[Shard] = frozenset()
     under_way: list[Unit] = field(default_factory=lambda: list[Unit]())
+    storing: list[Unit] = field(default_factory=lambda: list[Unit]())
+    """Units whose results came, and are on their way to where the next ones read them."""
     forward: dict[Seat, list[int]] = field(default_factory=lambda: dict[Seat, list[int]]())
     added: dict[Account, Counter[tuple[int, int]]] = field(
         default_factory=lambda: dict[Account, Counter[tuple[int, int]]]()
@@ -54,13 +58,20 @@ class Table:
 
     def take(self, units: list[Unit]) -> None:
         self.under_way += units
-        for account in self.pipeline.readable():
-            part = account.part
-            self.reading[account] = set(range(TENSORS)) if part is None else set(part)  # type: ignore[call-overload]
+        for shard in self.pipeline.shards:
+            for account in self.pipeline.readable(shard):
+                part = account.part
+                self.reading[account] = set(range(TENSORS)) if part is None else set(part)  # type: ignore[call-overload]
         self.under_way += self.pipeline.settle()
 
     def finish(self, unit: Unit) -> None:
+        self.receive(unit)
+        self.store(unit)
+
+    def receive(self, unit: Unit) -> None:
         self.under_way.remove(unit)
+        self.storing.append(unit)
+        self.pipeline.received(unit)
         seat = unit.seat
         if unit.direction == "forward":
             so_far = self.forward.setdefault(seat, [])
@@ -75,7 +86,10 @@ class Table:
             mine[seat.sequence, unit.chunk] += 1
         if not unit.is_silent:
             self.results[unit.direction, seat.shard, seat.sequence, unit.chunk] += 1
-        self.take(self.pipeline.done(unit))
+
+    def store(self, unit: Unit) -> None:
+        self.storing.remove(unit)
+        self.take(self.pipeline.stored(unit))
 
     def read_one(self, account: Account) -> None:
         tensor = min(self.reading[account])
@@ -83,7 +97,7 @@ class Table:
         for (sequence, chunk), count in self.added[account].items():
             self.read[account.shard, tensor, sequence, chunk] += count
         if not self.reading[account]:
-            self.pipeline.mark_read(account)
+            self.pipeline.read(account)
             del self.reading[account]
 
     def lose(self, device: DeviceId) -> None:
@@ -110,21 +124,23 @@ def tables(draw: st.DrawFn) -> Table:
     trained = {shard for shards in stages for shard in shards if draw(st.booleans())}
     late: set[DeviceId] = set()
     pipeline = Pipeline(stages, sequences=sequences, chunks=chunks, course=course, trained=trained, late=late)
+    if course == "forward":
+        trained = set()
     for shard in pipeline.shards:
         for place, device in enumerate(sorted(draw(st.sets(st.integers(0, 4), min_size=1, max_size=3)))):
             slots = sequences if place == 0 else draw(st.integers(1, 3))  # one that stays can take all
-            pipeline.add_desk(shard, Desk(DeviceId(f"d{device}"), slots, 1.0))
-    return Table(pipeline, sequences, chunks, late)
+            pipeline.desks.add(shard, Desk(DeviceId(f"d{device}"), slots, 1.0))
+    return Table(pipeline, sequences, chunks, late, frozenset(trained))
 
 
 def run(table: Table, data: st.DataObject, *, trouble: int) -> None:
     """To the end, with some devices lost or late on the way; each shard keeps one that stays."""
     pipeline = table.pipeline
-    safe = {next(iter(pipeline.desks.of(shard))) for shard in pipeline.shards}
+    safe = {next(iter(pipeline.desks.at(shard))).device for shard in pipeline.shards}
     table.take(pipeline.begin())
     for _ in range(10_000):
         pipeline.check()
-        if not table.under_way and not table.reading:
+        if not table.under_way and not table.storing and not table.reading:
             break
         doomed = sorted({desk.device for _, desk in all_desks(pipeline)} - safe)
         if doomed and trouble and data.draw(st.integers(0, 5)) == 0:
@@ -132,12 +148,14 @@ def run(table: Table, data: st.DataObject, *, trouble: int) -> None:
             device = data.draw(st.sampled_from(doomed))
             (table.lose if data.draw(st.booleans()) else table.lag)(device)
             continue
-        accounts = list(table.reading)
-        index = data.draw(st.integers(0, len(table.under_way) + len(accounts) - 1))
-        if index < len(table.under_way):
-            table.finish(next(unit for unit in table.under_way if _is_first(unit, table.under_way, index)))
+        under_way, storing, accounts = len(table.under_way), len(table.storing), list(table.reading)
+        index = data.draw(st.integers(0, under_way + storing + len(accounts) - 1))
+        if index < under_way:
+            table.receive(next(unit for unit in table.under_way if _is_first(unit, table.under_way, index)))
+        elif index < under_way + storing:
+            table.store(table.storing[index - under_way])
         else:
-            table.read_one(accounts[index - len(table.under_way)])
+            table.read_one(accounts[index - under_way - storing])
     assert not pipeline.is_stuck
 
 
@@ -168,7 +186,7 @@ def test_every_chunk_goes_once_through_every_shard_and_its_gradients_are_read_on
     assert table.read == Counter(
         (shard, tensor, sequence, chunk)
         for shard in pipeline.shards
-        if shard in pipeline.trained
+        if shard in table.trained
         for tensor in range(TENSORS)
         for sequence in range(table.sequences)
         for chunk in range(table.chunks)
@@ -193,32 +211,44 @@ def test_a_stage_is_over_for_a_sequence_when_every_slice_is(table: Table, data: 
     while table.under_way:
         unit = data.draw(st.sampled_from(table.under_way))
         unit = next(other for other in table.under_way if other.seat is unit.seat)
-        seat, number = unit.seat, pipeline.stage(unit.seat.shard)
+        seat, number = unit.seat, pipeline.stage_of(unit.seat.shard)
         table.finish(unit)
         over[number, seat.sequence] += seat.done[ends] == table.chunks and unit.direction == ends
-        slices = sum(pipeline.stage(shard) == number for shard in pipeline.shards)
-        assert pipeline.is_stage_over(seat.shard, seat.sequence) == (over[number, seat.sequence] == slices)
+        slices = sum(pipeline.stage_of(shard) == number for shard in pipeline.shards)
+        assert pipeline.is_through_stage(number, seat.sequence) == (over[number, seat.sequence] == slices)
 
 
 def test_stages_overlap_as_soon_as_a_chunk_is_through() -> None:
     pipeline = Pipeline(stages_of(1, 1), sequences=1, chunks=2, course="both")
     for shard in pipeline.shards:
-        pipeline.add_desk(shard, Desk(DeviceId(f"d{shard.first}"), 1, 1.0))
+        pipeline.desks.add(shard, Desk(DeviceId(f"d{shard.first}"), 1, 1.0))
     first, second = pipeline.begin()
-    assert [unit.seat.shard.first for unit in pipeline.done(first)] == [1]
+    pipeline.received(first)
+    assert [unit.seat.shard.first for unit in pipeline.stored(first)] == [1]
     assert second.chunk == 1
+
+
+def test_a_chunk_waits_for_the_chunks_before_it_in_whatever_order_they_are_stored() -> None:
+    pipeline = Pipeline(stages_of(1, 1), sequences=1, chunks=2, course="both")
+    for shard in pipeline.shards:
+        pipeline.desks.add(shard, Desk(DeviceId(f"d{shard.first}"), 1, 1.0))
+    first, second = pipeline.begin()
+    pipeline.received(first)
+    pipeline.received(second)
+    assert pipeline.stored(second) == []
+    assert [unit.chunk for unit in pipeline.stored(first)] == [0, 1]
 
 
 def test_a_shard_that_no_device_serves_waits_for_a_desk() -> None:
     first, second = stages_of(1, 1)
     pipeline = Pipeline([first, second], sequences=2, chunks=1, course="both", trained={*first, *second})
     for shard in pipeline.shards:
-        pipeline.add_desk(shard, Desk(DeviceId(f"d{shard.first}"), 2, 1.0))
+        pipeline.desks.add(shard, Desk(DeviceId(f"d{shard.first}"), 2, 1.0))
     table = Table(pipeline, 2, 1)
     table.take(pipeline.begin())
     table.lose(DeviceId("d1"))
     assert pipeline.unserved == second
-    pipeline.add_desk(second[0], Desk(DeviceId("d0"), 2, 1.0))
+    pipeline.desks.add(second[0], Desk(DeviceId("d0"), 2, 1.0))
     table.take(pipeline.settle())
     while table.under_way or table.reading:
         if table.under_way:
@@ -231,7 +261,7 @@ def test_a_shard_that_no_device_serves_waits_for_a_desk() -> None:
 
 def test_a_pipeline_without_devices_is_stuck() -> None:
     pipeline = Pipeline([stage(0)], sequences=1, chunks=1, course="forward")
-    pipeline.add_desk(stage(0)[0], Desk(DeviceId("d"), 1, 1.0))
+    pipeline.desks.add(stage(0)[0], Desk(DeviceId("d"), 1, 1.0))
     table = Table(pipeline, 1, 1)
     table.take(pipeline.begin())
     table.lose(DeviceId("d"))
@@ -242,8 +272,8 @@ def test_a_pipeline_without_devices_is_stuck() -> None:
 def test_a_late_device_is_chosen_last_from_the_moment_it_is_late(is_late: bool) -> None:
     late: set[DeviceId] = set()
     pipeline = Pipeline([stage(0)], sequences=1, chunks=1, course="forward", late=late)
-    pipeline.add_desk(stage(0)[0], Desk(DeviceId("fast"), 1, 9.0))
-    pipeline.add_desk(stage(0)[0], Desk(DeviceId("slow"), 1, 1.0))
+    pipeline.desks.add(stage(0)[0], Desk(DeviceId("fast"), 1, 9.0))
+    pipeline.desks.add(stage(0)[0], Desk(DeviceId("slow"), 1, 1.0))
     if is_late:
         late.add(DeviceId("fast"))
     (unit,) = pipeline.begin()
@@ -253,16 +283,16 @@ def test_a_late_device_is_chosen_last_from_the_moment_it_is_late(is_late: bool) 
 def test_sequences_go_to_devices_in_proportion_to_their_speed() -> None:
     pipeline = Pipeline([stage(0)], sequences=12, chunks=1, course="forward")
     for device, speed in (("fast", 3.0), ("slow", 1.0), ("usual", 2.0)):
-        pipeline.add_desk(stage(0)[0], Desk(DeviceId(device), 12, speed))
+        pipeline.desks.add(stage(0)[0], Desk(DeviceId(device), 12, speed))
     assert Counter(unit.seat.device for unit in pipeline.begin()) == {"fast": 6, "usual": 4, "slow": 2}
 
 
-def _calls_per_unit(stages: int, devices: int) -> float:
+def _calls_per_unit(stages: int, devices: int, slices: int = 1) -> float:
     """Function calls, ours and Python's own, that a unit costs when all devices of a stage share its rows."""
-    pipeline = Pipeline(stages_of(*[1] * stages), sequences=8, chunks=4, course="both")
+    pipeline = Pipeline(stages_of(*[slices] * stages), sequences=8, chunks=4, course="both")
     for shard in pipeline.shards:
         for number in range(devices):
-            pipeline.add_desk(shard, Desk(DeviceId(f"d{shard.first}.{number}"), 1, 1.0))
+            pipeline.desks.add(shard, Desk(DeviceId(f"d{shard.first}.{shard.index}.{number}"), 1, 1.0))
     units, done, calls = deque(pipeline.begin()), 0, 0
 
     def count(frame: object, event: str, argument: object) -> None:
@@ -272,17 +302,18 @@ def _calls_per_unit(stages: int, devices: int) -> float:
     while units:
         unit = units.popleft()
         sys.setprofile(count)
-        units += pipeline.done(unit)
-        pipeline.readable()
+        pipeline.received(unit)
+        units += pipeline.stored(unit)
+        pipeline.readable(unit.seat.shard)
         assert not pipeline.is_stuck or not units
-        assert not pipeline.unserved
         sys.setprofile(None)
         done += 1
-    assert done == 2 * 8 * 4 * stages
+    assert done == 2 * 8 * 4 * stages * slices
     return calls / done
 
 
-def test_a_unit_costs_the_same_however_many_stages_and_devices_there_are() -> None:
+def test_a_unit_costs_the_same_however_many_stages_slices_and_devices_there_are() -> None:
     few = _calls_per_unit(stages=2, devices=8)
     assert _calls_per_unit(stages=40, devices=8) < 1.3 * few
     assert _calls_per_unit(stages=2, devices=400) < 1.3 * few
+    assert _calls_per_unit(stages=2, devices=8, slices=16) < 1.3 * few

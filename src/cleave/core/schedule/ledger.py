@@ -24,6 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Hashable, Iterable
 from collections.abc import Set as AbstractSet
+from itertools import islice
 
 from cleave.core.cost.rates import Pace
 from cleave.core.schedule.device_memory import DeviceMemory, Holders
@@ -131,7 +132,7 @@ class Ledger:
         Idle devices come first, the longest idle ahead; then those whose running tasks should be done soonest.
         Cost: O(limit log limit).
         """
-        return self._free.first(limit)
+        return list(islice(self._free.in_order(), limit))
 
     def wanted(self, device: DeviceId, task: TaskId, part: Rectangle) -> Task | Refuse:
         """The task that the device runs and owes this part of; whether the part is right is for others to say."""

@@ -1,18 +1,17 @@
 """The way of a batch through resident layers: what can be computed next, and by whom.
 
 A stage is a shard of the model, or the slices of one sublayer; each shard is served by the devices that hold its
-weights. A sequence takes a **seat** in every shard: one device, which keeps its K and V. Its chunks flow forward in
-causal order and backward in reverse; a unit is ready as soon as what it reads is stored, so stages overlap without a
-barrier. Gradients of weights add up on the device in an **account** of the shard, read once when all sequences are
-through.
+weights (`desks.py`). A sequence takes a seat in every shard (`accounts.py`). Its chunks flow forward in causal order
+and backward in reverse; a unit is ready as soon as what it reads is stored, so stages overlap without a barrier.
 
 A result is *received* when all of it came: from then on it is known, whatever becomes of its device. It is *stored*
-when its numbers are where the next units read them. A departed device's sequences take other seats and go their way
-again from the first chunk; results that are known already are not asked for (silent units). What its account had not
-returned is lost with it and made again by those units; what had been returned is not asked for again.
+when its numbers are where the next units read them; results may be stored in any order. A departed device's sequences
+take other seats and go their way again from the first chunk; results that are known already are not asked for (silent
+units). What its account had not returned is lost with it and made again by those units; what had been returned is not
+asked for again.
 
 Knows neither numbers nor bytes nor time. Not a scheduler of devices either: units are handed to the ledger, which
-decides when each starts.
+decides when each starts. What a unit costs here does not grow with the stages, slices or devices of the plan.
 """
 
 from __future__ import annotations
@@ -24,57 +23,13 @@ from typing import Literal
 
 from cleave.core.model.batch import Direction
 from cleave.core.model.shard import Shard
+from cleave.core.schedule.accounts import Account, Accounts, Seat
+from cleave.core.schedule.desks import Desk, Desks
 from cleave.core.schedule.tasks import DeviceId
 
 Course = Literal["forward", "backward", "both"]
 """Forward alone; backward of an earlier forward, whose states must be made again; or one behind the other."""
 _DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
-
-
-def _none() -> dict[Direction, int]:
-    return {"forward": 0, "backward": 0}
-
-
-@dataclass(slots=True, eq=False)
-class Desk:
-    """A device at a shard: how many sequences it can have open at once, and how fast it is beside the others."""
-
-    device: DeviceId
-    slots: int
-    speed: float
-    open: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class Account:
-    """Gradients of a shard's weights, as one device adds them up."""
-
-    shard: Shard
-    device: DeviceId
-    part: object = None
-    """Which part of them is asked for, if a departed device had returned some: None is all."""
-    is_closed: bool = False
-    """Being read, or read: nothing may be added."""
-    is_read: bool = False
-    seats: list[Seat] = field(default_factory=lambda: list[Seat]())
-
-
-@dataclass(slots=True, eq=False)
-class Seat:
-    """A sequence's place at a shard: what one device has been given of it, and has done."""
-
-    shard: Shard
-    sequence: int
-    desk: Desk
-    account: Account
-    sent: dict[Direction, int] = field(default_factory=_none)
-    received: dict[Direction, int] = field(default_factory=_none)
-    done: dict[Direction, int] = field(default_factory=_none)
-    """Units whose results are stored, or that were silent."""
-
-    @property
-    def device(self) -> DeviceId:
-        return self.desk.device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,11 +42,22 @@ class Unit:
 
 
 @dataclass(slots=True, eq=False)
-class _Progress:
-    """How many results of one sequence there are at one shard, in the order of each direction."""
+class _Stored:
+    """Chunks of one sequence at one stage in one direction, in the order of that direction."""
 
-    received: dict[Direction, int]
-    stored: dict[Direction, int]
+    complete: int
+    """So many, from the first on, are stored by every slice."""
+    slices: dict[int, int] = field(default_factory=lambda: dict[int, int]())
+    """Slices that stored a chunk which is not complete."""
+
+    def add(self, place: int, slices: int) -> bool:
+        """Count a slice of a chunk, of so many; returns whether more chunks are complete."""
+        self.slices[place] = self.slices.get(place, 0) + 1
+        before = self.complete
+        while self.slices.get(self.complete) == slices:
+            del self.slices[self.complete]
+            self.complete += 1
+        return self.complete > before
 
 
 @dataclass(slots=True, eq=False)
@@ -113,27 +79,25 @@ class Pipeline:
         sequences: int,
         chunks: int,
         course: Course,
-        trained: Collection[int] = (),
+        trained: Collection[Shard] = (),
         late: AbstractSet[DeviceId] = frozenset(),
     ) -> None:
-        """`trained` are the stages with gradients, `late` a live view of stragglers; add desks before `begin`."""
+        """`trained` are the shards with gradients, `late` a live view of stragglers; add desks before `begin`."""
         self._stages = [tuple(shards) for shards in stages]
         self._stage = {shard: number for number, shards in enumerate(stages) for shard in shards}
         self.course: Course = course
-        self._sequences, self._chunks, self._late = sequences, chunks, late
-        self._trained = frozenset(trained) if course != "forward" else frozenset[int]()
-        self.desks: dict[Shard, list[Desk]] = {shard: [] for shard in self._stage}
-        self._shards_of: dict[DeviceId, list[Shard]] = {}
-        """Shards at which a device has a desk."""
+        self._sequences, self._chunks = sequences, chunks
+        self.desks = Desks(self._stage, late)
+        self._accounts = Accounts(trained if course != "forward" else ())
         start: dict[Direction, int] = {"forward": chunks if course == "backward" else 0, "backward": 0}
-        self._progress: dict[Shard, list[_Progress]] = {
-            shard: [_Progress(dict(start), dict(start)) for _ in range(sequences)] for shard in self._stage
-        }
+        self._received = {shard: [dict(start) for _ in range(sequences)] for shard in self._stage}
+        """Per shard and sequence: results there are, in the order of each direction."""
+        self._stored: list[list[dict[Direction, _Stored]]] = [
+            [{direction: _Stored(start[direction]) for direction in _DIRECTIONS} for _ in range(sequences)]
+            for _ in self._stages
+        ]
         each = len(self._stage) * sequences
-        self._missing: dict[Direction, int] = {
-            "forward": each * (chunks - start["forward"]),
-            "backward": each * chunks,
-        }
+        self._missing = {direction: each * (chunks - start[direction]) for direction in _DIRECTIONS}
         """Results that are not stored, of all shards and sequences."""
         self._under_way = 0
         """Units that were given out and are not done."""
@@ -143,9 +107,6 @@ class Pipeline:
         """Sequences that are through a shard."""
         self._opened = 0
         self._waiting: list[_Waiting] = []
-        self._accounts: dict[Shard, list[Account]] = {shard: [] for shard in self._stage}
-        self._unread = 0
-        """Accounts of trained stages that have not been read."""
 
     # -------------------------------------------------------------------------------------------- questions
 
@@ -177,12 +138,12 @@ class Pipeline:
 
     def is_gathered(self, shard: Shard) -> bool:
         """Whether all sequences went through a shard and every account of it has been read."""
-        return self._is_whole(shard) and all(account.is_read for account in self._accounts[shard])
+        return self._is_whole(shard) and self._accounts.is_read(shard)
 
     @property
     def is_read(self) -> bool:
         """Whether every account was read, and no sequence waits for a seat, to add to one again."""
-        return not self._waiting and not self._unread
+        return not self._waiting and self._accounts.are_read
 
     @property
     def is_stuck(self) -> bool:
@@ -192,45 +153,9 @@ class Pipeline:
     @property
     def unserved(self) -> list[Shard]:
         """Shards that sequences wait for and nobody serves."""
-        return [shard for shard, desks in self.desks.items() if not desks and not self._is_whole(shard)]
-
-    def desks_of(self, device: DeviceId) -> Iterator[tuple[Shard, Desk]]:
-        for shard in self._shards_of.get(device, ()):
-            yield from ((shard, desk) for desk in self.desks[shard] if desk.device == device)
-
-    def check(self) -> None:
-        """State the invariants; a violation is our own bug."""
-        for (shard, sequence), seat in self._seats.items():
-            progress = self._progress[shard][sequence]
-            assert seat.shard == shard
-            assert seat in seat.account.seats
-            assert seat in self._seats_of[seat.device]
-            for direction in _DIRECTIONS:
-                assert 0 <= seat.done[direction] <= seat.received[direction] <= seat.sent[direction] <= self._chunks
-                assert seat.received[direction] <= progress.received[direction]
-                assert progress.stored[direction] <= progress.received[direction]
-            assert not seat.sent["backward"] or seat.sent["forward"] == self._chunks
-        seats = self._seats.values()
-        assert sum(len(mine) for mine in self._seats_of.values()) == len(seats)
-        assert self._under_way == sum(sum(seat.sent.values()) - sum(seat.done.values()) for seat in seats)
-        for direction, missing in self._missing.items():
-            stored = sum(one.stored[direction] for sequences in self._progress.values() for one in sequences)
-            assert missing == len(self._stage) * self._sequences * self._chunks - stored
-        for shard, desks in self.desks.items():
-            assert self._through[shard] == sum(self._is_through(shard, number) for number in range(self._sequences))
-            for desk in desks:
-                mine = [seat for seat in seats if seat.desk is desk and not self.is_over(seat)]
-                assert desk.open == len(mine), (shard, desk.open, len(mine))
-                assert shard in self._shards_of[desk.device]
-        unread = [account for shard in self._stage for account in self._counted(shard) if not account.is_read]
-        assert self._unread == len(unread)
+        return [shard for shard in self._stage if not self.desks.at(shard) and not self._is_whole(shard)]
 
     # -------------------------------------------------------------------------------------------- events
-
-    def add_desk(self, shard: Shard, desk: Desk) -> None:
-        """Let a device serve a shard; call `settle` afterwards."""
-        self.desks[shard].append(desk)
-        self._shards_of.setdefault(desk.device, []).append(shard)
 
     def begin(self) -> list[Unit]:
         return self.settle()
@@ -242,23 +167,28 @@ class Pipeline:
         assert seat.received[direction] == self.place_of(unit)
         seat.received[direction] += 1
         if not unit.is_silent:
-            self._progress[seat.shard][seat.sequence].received[direction] += 1
+            self._received[seat.shard][seat.sequence][direction] += 1
 
     def stored(self, unit: Unit) -> list[Unit]:
         """A received result is where the next units read it, even if its seat has been lost since."""
         seat, direction = unit.seat, unit.direction
+        stage, is_more_complete = self._stage[seat.shard], False
         if not unit.is_silent:
-            self._progress[seat.shard][seat.sequence].stored[direction] += 1
             self._missing[direction] -= 1
-        is_over = False
-        if self.is_current(seat):
+            stored = self._stored[stage][seat.sequence][direction]
+            is_more_complete = stored.add(self.place_of(unit), len(self._stages[stage]))
+        is_current, is_over = self.is_current(seat), False
+        if is_current:
             seat.done[direction] += 1
             self._under_way -= 1
             is_over = self.is_over(seat)
             if is_over:
-                seat.desk.open -= 1
+                self.desks.leave(seat.shard, seat.desk)
                 self._through[seat.shard] += 1
-        units = self._around(self._stage[seat.shard], seat.sequence)
+        if is_more_complete:
+            units = self._around(stage, seat.sequence)
+        else:
+            units = list(self._ready(seat)) if is_current else []
         return units + self.settle() if is_over else units
 
     def readable(self, shard: Shard) -> list[Account]:
@@ -267,45 +197,36 @@ class Pipeline:
         All of a shard, when every sequence went through it. One that makes up for what a device took with it, as soon
         as all of that has: another of those may need its room.
         """
-        if self._stage[shard] not in self._trained:
+        if not self._accounts.is_trained(shard):
             return []
-        is_whole = self._is_whole(shard)
-        if is_whole:  # others gave theirs up
-            for account in [account for account in self._accounts[shard] if not account.seats]:
-                self._drop(account)
-        found = [
-            account
-            for account in self._accounts[shard]
-            if not account.is_closed and (is_whole or self._is_made_up(account))
-        ]
+        if self._is_whole(shard):
+            found = [account for account in self._accounts.at(shard) if not account.is_closed]
+        else:
+            found = [account for account in self._accounts.partial(shard) if self._is_made_up(account)]
         for account in found:
+            if not account.seats:  # others gave theirs up
+                self._accounts.drop(account)
             account.is_closed = True
-        return found
+        return [account for account in found if account.seats]
 
     def read(self, account: Account) -> None:
         """All of an account came and was added."""
         assert not account.is_read
         account.is_read = True
-        self._unread -= self._stage[account.shard] in self._trained
+        self._accounts.drop(account)
 
     def leave(self, device: DeviceId, left_over: Mapping[Account, object]) -> tuple[list[Seat], list[Unit]]:
         """A device is gone; of its accounts that were being read, `left_over` is what had not come.
 
         Gives the seats that are lost, whose units are to be forgotten, and the units that became ready elsewhere.
         """
-        shards = dict.fromkeys(self._shards_of.pop(device, ()))
-        for shard in shards:
-            self.desks[shard] = [desk for desk in self.desks[shard] if desk.device != device]
+        self.desks.remove(device)
         lost: list[Seat] = []
-        for shard in dict.fromkeys((*shards, *(seat.shard for seat in self._seats_of.get(device, ())))):
-            for account in [account for account in self._accounts[shard] if account.device == device]:
-                if account.is_read:
-                    continue
-                self._drop(account)
-                part = left_over.get(account, account.part)
-                for seat in account.seats:
-                    if self.is_over(seat) and self._stage[shard] not in self._trained:
-                        continue  # all that was wanted of it is there
+        for account in self._accounts.of(device):
+            self._accounts.drop(account)
+            part = left_over.get(account, account.part)
+            for seat in account.seats:
+                if self._accounts.is_trained(seat.shard) or not self.is_over(seat):  # else all wanted of it is there
                     lost.append(seat)
                     self._unseat(seat, part)
         return lost, self.settle()
@@ -315,14 +236,15 @@ class Pipeline:
         lost: list[Seat] = []
         free: dict[Shard, int] = {}
         for seat in list(self._seats_of.get(device, ())):
+            if seat.sent["backward"] or self.is_over(seat):
+                continue
             if seat.shard not in free:
-                desks = [desk for desk in self.desks[seat.shard] if desk.device not in self._late]
-                free[seat.shard] = sum(desk.slots - desk.open for desk in desks)
-            if free[seat.shard] > 0 and not seat.sent["backward"] and not self.is_over(seat):
+                free[seat.shard] = self.desks.free_slots(seat.shard)
+            if free[seat.shard] > 0:
                 free[seat.shard] -= 1
                 lost.append(seat)
                 seat.account.seats.remove(seat)
-                seat.desk.open -= 1
+                self.desks.leave(seat.shard, seat.desk)
                 self._unseat(seat, seat.account.part)
         return lost, self.settle() if lost else []
 
@@ -349,7 +271,7 @@ class Pipeline:
                 units += self._sit(shard, sequence, desk, None)
         return units
 
-    # -------------------------------------------------------------------------------------------- parts
+    # -------------------------------------------------------------------------------------------- seats
 
     def _is_through(self, shard: Shard, sequence: int) -> bool:
         seat = self._seats.get((shard, sequence))
@@ -358,56 +280,39 @@ class Pipeline:
     def _is_whole(self, shard: Shard) -> bool:
         return self._through[shard] == self._sequences
 
+    def _is_made_up(self, account: Account) -> bool:
+        waits = any(entry.part is account.part for entry in self._waiting)
+        return not account.is_closed and not waits and all(self.is_over(seat) for seat in account.seats)
+
+    def _free_desk(self, shard: Shard, part: object) -> Desk | None:
+        return self.desks.soonest(shard, lambda device: self._accounts.may_open(shard, device, part))
+
+    def _sit(self, shard: Shard, sequence: int, desk: Desk, part: object) -> list[Unit]:
+        seat = Seat(shard, sequence, desk, self._accounts.open(shard, desk.device, part))
+        seat.account.seats.append(seat)
+        self._seats[shard, sequence] = seat
+        self._seats_of.setdefault(desk.device, {})[seat] = None
+        self.desks.take(shard, desk)
+        return list(self._ready(seat))
+
     def _unseat(self, seat: Seat, part: object) -> None:
         """A sequence waits for another seat; of what it will add to an account there, `part` is asked for."""
         del self._seats[seat.shard, seat.sequence]
         del self._seats_of[seat.device][seat]
         self._through[seat.shard] -= self.is_over(seat)
-        self._under_way -= sum(seat.sent.values()) - sum(seat.done.values())
+        self._under_way -= seat.under_way
         self._waiting.append(_Waiting(seat.shard, seat.sequence, part))
 
-    def _free_desk(self, shard: Shard, part: object) -> Desk | None:
-        """Whoever should be soonest done with one sequence more, without a second account for it at a time."""
-        taken = {a.device for a in self._accounts[shard] if not a.is_closed and a.seats and a.part is not part}
-        free = [desk for desk in self.desks[shard] if desk.open < desk.slots and desk.device not in taken]
-        return min(free, key=lambda desk: (desk.device in self._late, (desk.open + 1) / desk.speed), default=None)
-
-    def _sit(self, shard: Shard, sequence: int, desk: Desk, part: object) -> list[Unit]:
-        seat = Seat(shard, sequence, desk, self._account(shard, desk.device, part))
-        seat.account.seats.append(seat)
-        self._seats[shard, sequence] = seat
-        self._seats_of.setdefault(desk.device, {})[seat] = None
-        desk.open += 1
-        return list(self._ready(seat))
-
-    def _is_made_up(self, account: Account) -> bool:
-        waits = any(entry.part is account.part for entry in self._waiting)
-        return account.part is not None and not waits and all(self.is_over(seat) for seat in account.seats)
-
-    def _account(self, shard: Shard, device: DeviceId, part: object) -> Account:
-        for account in self._accounts[shard]:
-            if account.device == device and account.part is part and not account.is_closed:
-                return account
-        account = Account(shard, device, part)
-        self._accounts[shard].append(account)
-        self._unread += self._stage[shard] in self._trained
-        return account
-
-    def _drop(self, account: Account) -> None:
-        self._accounts[account.shard].remove(account)
-        self._unread -= not account.is_read and self._stage[account.shard] in self._trained
-
-    def _counted(self, shard: Shard) -> list[Account]:
-        return self._accounts[shard] if self._stage[shard] in self._trained else []
+    # -------------------------------------------------------------------------------------------- units
 
     def _around(self, stage: int, sequence: int) -> list[Unit]:
-        """Units that are ready because something of this stage was stored: its own and its neighbours'."""
+        """Units that are ready because more of this stage is complete: its own and its neighbours'."""
         near = (shard for shards in self._stages[max(stage - 1, 0) : stage + 2] for shard in shards)
         seats = [self._seats[shard, sequence] for shard in near if (shard, sequence) in self._seats]
         return [unit for seat in seats for unit in self._ready(seat)]
 
     def _ready(self, seat: Seat) -> Iterator[Unit]:
-        known, last = self._progress[seat.shard][seat.sequence].received, self._chunks - 1
+        known, last = self._received[seat.shard][seat.sequence], self._chunks - 1
         for direction in _DIRECTIONS:
             if direction == "backward" and seat.done["forward"] < self._chunks:
                 return  # they are more urgent, and would take the turns of those they wait for
@@ -426,14 +331,38 @@ class Pipeline:
         """How many chunks of one direction a seat could be given, as far as what they read is stored."""
         stage, last = self._stage[seat.shard], len(self._stages) - 1
         if direction == "forward":
-            return self._chunks if stage == 0 else self._stored(stage - 1, seat.sequence, "forward")
+            return self._chunks if stage == 0 else self._complete(stage - 1, seat.sequence, "forward")
         if self.course == "forward":
             return 0
         if stage < last:
-            return self._stored(stage + 1, seat.sequence, "backward")
-        is_whole = self._stored(stage, seat.sequence, "forward") == self._chunks
+            return self._complete(stage + 1, seat.sequence, "backward")
+        is_whole = self._complete(stage, seat.sequence, "forward") == self._chunks
         return self._chunks if is_whole else 0  # what begins backward needs every slice's part of the loss
 
-    def _stored(self, stage: int, sequence: int, direction: Direction) -> int:
-        """Chunks of which every slice of a stage is stored."""
-        return min(self._progress[shard][sequence].stored[direction] for shard in self._stages[stage])
+    def _complete(self, stage: int, sequence: int, direction: Direction) -> int:
+        """Chunks, from the first on, that every slice of a stage has stored."""
+        return self._stored[stage][sequence][direction].complete
+
+    # -------------------------------------------------------------------------------------------- invariants
+
+    def check(self) -> None:
+        """Assert the invariants; a violation is a bug of ours."""
+        self.desks.check()
+        self._accounts.check()
+        for (shard, sequence), seat in self._seats.items():
+            known = self._received[shard][sequence]
+            assert seat.shard == shard
+            assert seat in seat.account.seats
+            assert seat in self._seats_of[seat.device]
+            for direction in _DIRECTIONS:
+                assert 0 <= seat.done[direction] <= seat.received[direction] <= seat.sent[direction] <= self._chunks
+                assert seat.received[direction] <= known[direction]
+                assert self._complete(self._stage[shard], sequence, direction) <= known[direction]
+            assert not seat.sent["backward"] or seat.sent["forward"] == self._chunks
+        seats = self._seats.values()
+        assert sum(len(mine) for mine in self._seats_of.values()) == len(seats)
+        assert self._under_way == sum(seat.under_way for seat in seats)
+        for shard in self._stage:
+            assert self._through[shard] == sum(self._is_through(shard, number) for number in range(self._sequences))
+            for desk in self.desks.at(shard):
+                assert desk.open == sum(seat.desk is desk and not self.is_over(seat) for seat in seats)

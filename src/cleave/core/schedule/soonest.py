@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Iterator
 
 from cleave.core.schedule.tasks import DeviceId
 
@@ -61,16 +62,14 @@ class Soonest:
             due.append(device)
         return due
 
-    def first(self, limit: int) -> list[DeviceId]:
-        """Up to `limit` devices, soonest first, at O(limit log limit)."""
-        found: list[DeviceId] = []
+    def in_order(self) -> Iterator[DeviceId]:
+        """Devices, soonest first; the first n cost O(n log n). Change nothing meanwhile."""
         frontier = [(self._heap[0], 0)] if self._heap else []
-        while frontier and len(found) < limit:
+        while frontier:
             (_, _, device), place = heapq.heappop(frontier)
-            found.append(device)
+            yield device
             for child in range(2 * place + 1, min(2 * place + 3, len(self._heap))):
                 heapq.heappush(frontier, (self._heap[child], child))
-        return found
 
     def _settle(self, place: int, entry: _Entry) -> None:
         """Put an entry into a free place, or as far above or below it as the order demands."""

@@ -54,7 +54,7 @@ def chance(policy: Policy, trust: Trust, *, is_proven: bool) -> float:
         return 0.0
     if policy == "strict" or not is_proven:
         return 1.0
-    return SUSPECTED if trust.is_audit_suspect else SAMPLED
+    return SUSPECTED if trust.is_suspect or trust.is_audit_suspect else SAMPLED
 
 
 def disagreement(found: Matrix, expected: Matrix, format: WireFormat, *, least: float = 0.0) -> float:
