@@ -18,9 +18,12 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, Literal, Union, cast, get_args, get_origin, get_type_hints
 
+from cleave import settings
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.grain import Grain
+from cleave.core.verify.trust import Policy
 from cleave.errors import InputError
+from cleave.settings import Alone, Offload
 
 _MAX_MAGNITUDE = 1e300  # rejects infinities, and integers beyond any float
 
@@ -89,20 +92,20 @@ class TrainConfig:
     """Minutes between checkpoints, the most work a killed server can lose; 0 disables them."""
     keep: Count = 2
     """Checkpoints to keep on disk, the newest ones."""
-    wire: WireFormat = "fp32"
+    wire: WireFormat = settings.WIRE
     """Number format on the wire; smaller formats send fewer bytes and are less exact."""
-    grain: Grain = "auto"
+    grain: Grain = settings.GRAIN
     """Unit of work: gemm, blocks of single products; resident, layers that stay on devices; auto, the faster one."""
     overlap: bool = False
     """With resident layers, update each weight as soon as its gradient arrives, and send it out while others are still
     computed. A run stopped in the middle of a step then resumes from its last checkpoint."""
-    offload: Literal["auto", "always"] = "always"
+    offload: Offload = settings.OFFLOAD
     """auto: keep gemms on the server that are not worth sending; always: send every gemm."""
     devices: CountOrZero = 4
     """Local device processes to start; 0 waits for others to join."""
-    device_threads: Count = 1
+    device_threads: Count = settings.DEVICE_THREADS
     """Threads per local device."""
-    trust: Literal["sample", "strict", "none"] = "sample"
+    trust: Policy = settings.TRUST
     """Share of the work on resident layers to audit: a random sample, all (strict), or none."""
     listen: str = "127.0.0.1:0"
     """HOST:PORT that devices dial; port 0 picks a free one."""
@@ -118,9 +121,9 @@ class TrainConfig:
     """Run directory; default: a new one."""
     wait_s: Annotated[float, Range(0, above=True)] = 60.0
     """Seconds to wait for the first device."""
-    alone: Literal["wait", "compute"] = "wait"
+    alone: Alone = settings.ALONE
     """While no device is connected: wait for one to join, or compute on the server until then."""
-    alone_wait_s: Annotated[float, Range(0, above=True)] = 3600.0
+    alone_wait_s: Annotated[float, Range(0, above=True)] = settings.ALONE_WAIT_S
     """Seconds without a device before the run stops, with its last finished step saved."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the parameters."""

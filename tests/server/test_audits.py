@@ -25,7 +25,7 @@ from cleave.config import load_config
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.batch import Gradients, Matrix
 from cleave.core.plan.resident.stages import ResidentPlan
-from cleave.core.verify.recompute import Policy
+from cleave.core.verify.trust import Policy
 from cleave.device.replay import replay
 from cleave.errors import FleetGoneError, InputError
 from cleave.protocol.frames import Buffer

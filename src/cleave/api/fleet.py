@@ -9,14 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
-from cleave import events
+from cleave import events, settings
 from cleave.core.cost.wire import WIRE_FORMATS, WireFormat
 from cleave.core.model.gemms import Linear
-from cleave.core.verify.recompute import Policy
+from cleave.core.verify.trust import Policy
 from cleave.device.join import stand_in
 from cleave.device.replay import replay
 from cleave.errors import InputError
@@ -24,14 +24,12 @@ from cleave.server.admission import certificate
 from cleave.server.admission.tokens import Keys
 from cleave.server.cluster import Cluster
 from cleave.server.service import Service
+from cleave.settings import ALONES, OFFLOADS, POLICIES, Alone, Offload
 from cleave.transport.shaped import Link, shaping
 
 if TYPE_CHECKING:
     import torch
 
-Offload = Literal["auto", "always"]
-Alone = Literal["wait", "compute"]
-"""Behavior while no device is connected: wait for one, or compute in this process until one joins."""
 Tls = bool | tuple[str | Path, str | Path | None]
 """False: off; True: with a self-signed certificate; or the PEM files of a certificate and its key."""
 _Array = TypeVar("_Array", "np.ndarray[Any, Any]", "torch.Tensor")
@@ -51,13 +49,13 @@ class Fleet:
         keys: Keys | None = None,
         tls: Tls = False,
         directory: Path | None = None,
-        wire: WireFormat = "fp32",
-        offload: Offload = "auto",
+        wire: WireFormat = settings.WIRE,
+        offload: Offload = settings.OFFLOAD,
         listener: events.Listener = lambda event: None,
-        alone: Alone = "wait",
-        alone_wait_s: float = 60.0,
+        alone: Alone = settings.ALONE,
+        alone_wait_s: float = settings.ALONE_WAIT_S,
         links: Link | None = None,
-        trust: Policy = "sample",
+        trust: Policy = settings.TRUST,
     ) -> None:
         """Start the server.
 
@@ -66,12 +64,14 @@ class Fleet:
         `trust` is how much work on resident layers the server audits: a sample, everything (strict), or none; all gemm
         results are verified in any case.
         """
-        if wire not in WIRE_FORMATS:
-            raise InputError(f"expected wire to be one of {', '.join(WIRE_FORMATS)}, got {wire!r}")
-        if offload not in ("auto", "always"):
-            raise InputError(f"expected offload auto or always, got {offload!r}")
-        if trust not in ("sample", "strict", "none"):
-            raise InputError(f"expected trust sample, strict or none, got {trust!r}")
+        for name, value, allowed in (
+            ("wire", wire, WIRE_FORMATS),
+            ("offload", offload, OFFLOADS),
+            ("trust", trust, POLICIES),
+            ("alone", alone, ALONES),
+        ):
+            if value not in allowed:
+                raise InputError(f"expected {name} to be one of {', '.join(allowed)}, got {value!r}")
         self.wire: WireFormat = wire
         self.offload: Offload = offload
         self.token = token
@@ -110,11 +110,11 @@ class Fleet:
         *,
         token: str = "",
         tls: Tls = False,
-        wire: WireFormat = "fp32",
-        offload: Offload = "auto",
-        alone: Alone = "wait",
-        alone_wait_s: float = 3600.0,
-        trust: Policy = "sample",
+        wire: WireFormat = settings.WIRE,
+        offload: Offload = settings.OFFLOAD,
+        alone: Alone = settings.ALONE,
+        alone_wait_s: float = settings.ALONE_WAIT_S,
+        trust: Policy = settings.TRUST,
         listener: events.Listener = lambda event: None,
     ) -> Fleet:
         """Serve devices at an address of this machine; run `join_command` on theirs."""
@@ -135,12 +135,12 @@ class Fleet:
         cls,
         count: int,
         *,
-        wire: WireFormat = "fp32",
-        offload: Offload = "auto",
-        threads: int = 1,
+        wire: WireFormat = settings.WIRE,
+        offload: Offload = settings.OFFLOAD,
+        threads: int = settings.DEVICE_THREADS,
         memory: str | None = None,
         links: Link | None = None,
-        trust: Policy = "sample",
+        trust: Policy = settings.TRUST,
         listener: events.Listener = lambda event: None,
     ) -> Fleet:
         """Start devices on this machine, as real processes over real sockets; `links` emulates slower networks."""
@@ -184,7 +184,9 @@ class Fleet:
     def say(self, text: str) -> None:
         self._listener(events.Note(text=text))
 
-    def start_devices(self, count: int, *, threads: int = 1, memory: str | None = None) -> list[int]:
+    def start_devices(
+        self, count: int, *, threads: int = settings.DEVICE_THREADS, memory: str | None = None
+    ) -> list[int]:
         """Start `cleave join` processes on this machine; return their process ids."""
         if count < 1:
             raise InputError(f"expected at least 1 device, got {count}")

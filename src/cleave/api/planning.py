@@ -8,8 +8,9 @@ from typing import cast
 
 import numpy as np
 
+from cleave import settings
 from cleave.core.cost.rates import Server
-from cleave.core.cost.wire import WireFormat
+from cleave.core.cost.wire import PLAN_WIRE, WireFormat
 from cleave.core.fleet import sampling
 from cleave.core.fleet.profiles import Profiles, read_csv
 from cleave.core.model.gemms import Gemm
@@ -30,11 +31,11 @@ def plan(
     tokens: int | None = None,
     gemm: Gemm | tuple[int, int, int] | None = None,
     sequence: int | None = None,
-    wire: WireFormat = "bf16",
+    wire: WireFormat = PLAN_WIRE,
     server: Server | None = None,
     split: Split = "auto",
     grouped: bool = True,
-    grain: Grain = "auto",
+    grain: Grain = settings.GRAIN,
 ) -> GemmPlan | StepPlan | StepChoice:
     """Plan one gemm, or a model's whole step, over a fleet: profiles, or the path of a fleet CSV.
 

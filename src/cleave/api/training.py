@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from cleave.core.model.grain import GRAINS, Grain
 from cleave.errors import InputError
+from cleave.settings import GRAIN
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 _Module = TypeVar("_Module", bound="torch.nn.Module")
 
 
-def distribute(model: _Module, fleet: Fleet, *, grain: Grain = "auto", immediate: bool = False) -> _Module:
+def distribute(model: _Module, fleet: Fleet, *, grain: Grain = GRAIN, immediate: bool = False) -> _Module:
     """Compute a torch model's matrix products on a fleet; training loop, optimizer and Trainer stay yours.
 
     `grain` is the unit of work: `gemm`, a block of one product, for any model; `resident`, layers that stay on devices

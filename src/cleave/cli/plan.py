@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cleave.cli.arguments import AddVerb, count, gemm_sizes, positive
-from cleave.core.cost.wire import WIRE_FORMATS
+from cleave.core.cost.wire import PLAN_WIRE, WIRE_FORMATS
 from cleave.core.model.grain import GRAINS
 from cleave.errors import InputError
+from cleave.settings import GRAIN
 
 if TYPE_CHECKING:
     from cleave.core.cost.wire import WireFormat
@@ -42,7 +43,7 @@ def add_to(add: AddVerb) -> None:
         metavar="N",
         help="tokens of one sequence (default: 1024 at most, dividing --tokens)",
     )
-    verb.add_argument("--wire", choices=WIRE_FORMATS, default="bf16", help="format on the wire")
+    verb.add_argument("--wire", choices=WIRE_FORMATS, default=PLAN_WIRE, help="format on the wire")
     verb.add_argument(
         "--server-down", type=positive, metavar="GBIT", help="server to devices, Gbit/s (default: unlimited)"
     )
@@ -55,7 +56,7 @@ def add_to(add: AddVerb) -> None:
     verb.add_argument(
         "--grain",
         choices=GRAINS,
-        default="auto",
+        default=GRAIN,
         help="what a unit of a model's step is: a block of a gemm, or tokens through resident weights (default: "
         "the fastest of all ways)",
     )

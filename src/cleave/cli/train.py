@@ -14,6 +14,7 @@ from cleave.cli.arguments import AddVerb, count, count_or_zero, number_or_zero, 
 from cleave.core.cost.wire import WIRE_FORMATS
 from cleave.core.model.grain import GRAINS
 from cleave.errors import InputError
+from cleave.settings import ALONES, OFFLOADS, POLICIES
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,7 @@ def add_to(add: AddVerb) -> None:
     verb.add_argument("--wire", choices=WIRE_FORMATS, help="format on the wire (default: fp32)")
     verb.add_argument("--grain", choices=GRAINS, help="a unit of work (default: the faster one)")
     verb.add_argument("--overlap", action="store_true", default=None, help="update weights one by one, during backward")
-    verb.add_argument("--offload", choices=["auto", "always"], help="auto keeps gemms not worth sending on the server")
+    verb.add_argument("--offload", choices=OFFLOADS, help="auto keeps gemms not worth sending on the server")
     verb.add_argument("--dtype", choices=["fp32", "bf16"], help="of the parameters (default: fp32)")
     verb.add_argument("--autocast", choices=["bf16"], help="multiply in a lower precision than the parameters'")
     verb.add_argument("--checkpointing", action="store_true", default=None, help="recompute activations in backward")
@@ -54,18 +55,14 @@ def add_to(add: AddVerb) -> None:
         "--devices", type=count_or_zero, metavar="N", help="local devices (default: 4, or 0 with --listen)"
     )
     verb.add_argument("--device-threads", type=count, metavar="N", help="threads of each local device (default: 1)")
-    verb.add_argument(
-        "--trust", choices=["sample", "strict", "none"], help="how much of resident layers' work to audit"
-    )
+    verb.add_argument("--trust", choices=POLICIES, help="how much of resident layers' work to audit")
     verb.add_argument("--listen", metavar="HOST:PORT", help="where devices join, such as 0.0.0.0:7077")
     verb.add_argument("--token", metavar="TEXT", help="what devices must know (default: CLEAVE_TOKEN, or made up)")
     verb.add_argument("--tls", action="store_true", default=None, help="encrypt, with a certificate made for the run")
     verb.add_argument("--tls-certificate", metavar="FILE", help="encrypt, with this certificate and its chain (PEM)")
     verb.add_argument("--tls-key", metavar="FILE", help="the certificate's key (PEM), if it is in another file")
     verb.add_argument("--wait", type=positive, dest="wait_s", metavar="S", help="how long to wait for devices")
-    verb.add_argument(
-        "--alone", choices=["wait", "compute"], help="what to do while no device is there (default: wait)"
-    )
+    verb.add_argument("--alone", choices=ALONES, help="what to do while no device is there (default: wait)")
     verb.add_argument("--alone-wait", type=positive, dest="alone_wait_s", metavar="S", help="and for how long (3600)")
     verb.add_argument("--eval-every", type=count_or_zero, metavar="N", help="steps between evaluations")
     verb.add_argument("--save-every", type=count_or_zero, metavar="N", help="steps between checkpoints")

@@ -17,8 +17,8 @@ from cleave.core.model.batch import Direction
 from cleave.core.schedule.accounts import Account
 from cleave.core.schedule.members import Roster
 from cleave.core.schedule.tasks import DeviceId
-from cleave.core.verify.recompute import Policy, chance
-from cleave.core.verify.trust import Trust
+from cleave.core.verify.recompute import chance
+from cleave.core.verify.trust import Policy, Trust
 from cleave.server.audit_case import Case
 from cleave.server.held_shard import HeldShard
 from cleave.server.run import Audit, Blame, Requests, Run, Tell

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from cleave import events
+from cleave import events, settings
 from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.decoder import Decoder
@@ -28,7 +28,7 @@ from cleave.core.plan.gemm.layer import LinearPlan
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.core.schedule.members import STAND_IN, Member
 from cleave.core.schedule.tasks import DeviceId
-from cleave.core.verify.recompute import Policy
+from cleave.core.verify.trust import Policy
 from cleave.errors import FleetGoneError
 from cleave.protocol.numbers import Codec, Matrix, NumpyCodec
 from cleave.server.activations import Batched
@@ -75,16 +75,16 @@ class Cluster:
         self,
         loop: asyncio.AbstractEventLoop,
         *,
-        wire: WireFormat = "fp32",
+        wire: WireFormat = settings.WIRE,
         keys: Keys | None = None,
         codec: Codec | None = None,
         listener: events.Listener = lambda event: None,
-        alone_wait_s: float = 3600.0,
+        alone_wait_s: float = settings.ALONE_WAIT_S,
         stand_in: StandIn | None = None,
         medium_bytes_per_s: float = math.inf,
         cores: float = math.inf,
         arrange: Arrange | None = None,
-        trust: Policy = "sample",
+        trust: Policy = settings.TRUST,
         replay: Replay | None = None,
         audit_rng: np.random.Generator | None = None,
     ) -> None:

@@ -7,6 +7,8 @@ from typing import Literal, get_args
 WireFormat = Literal["fp32", "bf16", "fp16", "int8"]
 WIRE_FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
 WIRE_BYTES: dict[WireFormat, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "int8": 1}
+PLAN_WIRE: WireFormat = "bf16"
+"""What plans assume unless told otherwise: what fleets over home links would use. Live training defaults to fp32."""
 DEVICE_BYTES = 4
 """A live device holds numbers as fp32, whatever the wire."""
 _SCALE_BYTES = 4

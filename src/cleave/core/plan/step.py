@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from cleave.core.cost.rates import Server
-from cleave.core.cost.wire import WireFormat
+from cleave.core.cost.wire import PLAN_WIRE, WireFormat
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.gemms import Gemm, Role, StepGemm, attention_products, step_gemms
 from cleave.core.model.shapes import ModelShape
@@ -80,7 +80,7 @@ def plan_step(
     tokens: int,
     *,
     sequence: int,
-    wire: WireFormat = "bf16",
+    wire: WireFormat = PLAN_WIRE,
     server: Server | None = None,
     split: Split = "auto",
     grouped: bool = True,
@@ -131,7 +131,7 @@ def choose_step(
     tokens: int,
     *,
     sequence: int,
-    wire: WireFormat = "bf16",
+    wire: WireFormat = PLAN_WIRE,
     server: Server | None = None,
     resident_only: bool = False,
 ) -> StepChoice:

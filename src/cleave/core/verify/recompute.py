@@ -10,17 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import sqrt
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.batch import Matrix
-from cleave.core.verify.trust import Trust
+from cleave.core.verify.trust import Policy, Trust
 
-Policy = Literal["sample", "strict", "none"]
-"""Share of unverifiable work to audit: a random sample, all of it (strict), or none."""
 Floats = NDArray[np.float64]
 
 SAMPLED: Final = 0.02

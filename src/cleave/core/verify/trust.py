@@ -10,6 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Literal
+
+Policy = Literal["sample", "strict", "none"]
+"""Share of unverifiable work to audit: a random sample, all of it (strict), or none."""
 
 RIGHTS_PER_WRONG = 200
 WRONGS_TO_QUARANTINE = 3

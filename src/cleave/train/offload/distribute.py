@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from cleave.core.model.gemms import Linear, Role
 from cleave.core.model.grain import Grain
 from cleave.core.plan.choose import LayerChoice, Local
 from cleave.errors import ModelError
+from cleave.settings import GRAIN, OFFLOAD, Offload
 from cleave.train.offload import decoder as stack
 from cleave.train.offload.linear import (
     GroupCall,
@@ -38,7 +39,6 @@ from cleave.train.offload.pieces import SENT, Conv1D, is_linear
 from cleave.train.offload.resident import Columns
 from cleave.train.offload.swap import Swapped, restore
 
-Offload = Literal["auto", "always"]
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -46,10 +46,10 @@ def distribute(
     model: Module,
     fleet: Multiplier,
     *,
-    offload: Offload = "auto",
+    offload: Offload = OFFLOAD,
     say: Callable[[str], None] = lambda text: None,
     immediate: bool = False,
-    grain: Grain = "gemm",
+    grain: Grain = GRAIN,
 ) -> Module:
     """Send the gemms of every linear layer of a model to a fleet; return the same model.
 

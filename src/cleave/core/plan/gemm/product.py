@@ -18,7 +18,7 @@ import numpy as np
 from cleave.core.cost.bound import bound_2d, bound_3d, by_worth, holds_at_once
 from cleave.core.cost.gemm import Limit, UnitCosts, finish_s, limiting, rows_that_fit, unit_costs
 from cleave.core.cost.rates import Server
-from cleave.core.cost.wire import WireFormat
+from cleave.core.cost.wire import PLAN_WIRE, WireFormat
 from cleave.core.fleet.profiles import Floats, Ints, Profiles
 from cleave.core.model.gemms import Gemm
 from cleave.core.plan.gemm.flat import plan_flat
@@ -71,7 +71,7 @@ def plan_gemm(
     profiles: Profiles,
     gemm: Gemm,
     *,
-    wire: WireFormat = "bf16",
+    wire: WireFormat = PLAN_WIRE,
     server: Server | None = None,
     split: Split = "auto",
 ) -> GemmPlan:

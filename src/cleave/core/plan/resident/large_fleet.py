@@ -17,7 +17,7 @@ import numpy as np
 from cleave.core.cost.rates import Server
 from cleave.core.cost.resident import SublayerSums, sum_up
 from cleave.core.cost.terms import lean_terms
-from cleave.core.cost.wire import WireFormat
+from cleave.core.cost.wire import PLAN_WIRE, WireFormat
 from cleave.core.fleet.profiles import DeviceId, Profiles
 from cleave.core.model.shapes import ModelShape
 from cleave.core.model.shard import Shard
@@ -107,7 +107,7 @@ def plan_resident(
     tokens: int,
     *,
     sequence: int,
-    wire: WireFormat = "bf16",
+    wire: WireFormat = PLAN_WIRE,
     server: Server | None = None,
     previous: ModelPlan | None = None,
 ) -> ModelPlan:

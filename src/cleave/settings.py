@@ -1,0 +1,27 @@
+"""Settings that the command line, TOML files and the Python API share: what values each may take, and its default."""
+
+from __future__ import annotations
+
+from typing import Final, Literal, get_args
+
+from cleave.core.cost.wire import WireFormat
+from cleave.core.model.grain import Grain
+from cleave.core.verify.trust import Policy
+
+Offload = Literal["auto", "always"]
+"""Keep gemms on the server that are not worth sending, or send every gemm."""
+Alone = Literal["wait", "compute"]
+"""While no device is connected: wait for one to join, or compute on the server until then."""
+
+OFFLOADS: Final[tuple[Offload, ...]] = get_args(Offload)
+ALONES: Final[tuple[Alone, ...]] = get_args(Alone)
+POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
+
+WIRE: Final[WireFormat] = "fp32"
+GRAIN: Final[Grain] = "auto"
+OFFLOAD: Final[Offload] = "always"
+"""A fleet that is there is used; whoever wants the server to compute what is not worth sending says so."""
+TRUST: Final[Policy] = "sample"
+ALONE: Final[Alone] = "wait"
+ALONE_WAIT_S: Final = 3600.0
+DEVICE_THREADS: Final = 1
