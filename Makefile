@@ -1,16 +1,20 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
+# `make test` shows each law once, in about five minutes; `make test-all` runs every case of every grid, as CI does.
 PYTHON ?= python3
 BIN := .venv/bin
 
 # seconds for each target of `make fuzz`
 FUZZ_S ?= 60
 
-.PHONY: demo test check lint types bench bench-live bench-faults bench-step-planner bench-resident fuzz clean
+.PHONY: demo test test-all check lint types bench bench-server bench-live bench-faults bench-step-planner bench-resident fuzz clean
 
 demo: .venv/ready
 	$(BIN)/cleave train
 
 test: .venv/ready
+	$(BIN)/pytest -m "not slow"
+
+test-all: .venv/ready
 	$(BIN)/pytest
 
 check: lint types
@@ -25,6 +29,9 @@ types: .venv/ready
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/run.py benchmarks/scenarios/gemm_planner.toml
+
+bench-server: .venv/ready
+	for script in event_loop schedule_scale; do $(BIN)/python benchmarks/$$script.py || exit 1; echo; done
 
 bench-live: .venv/ready
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[peers]'

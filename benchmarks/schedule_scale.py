@@ -20,9 +20,9 @@ from cleave.core.schedule.members import Roster
 from cleave.core.schedule.rectangles import Rectangle
 from cleave.core.schedule.tasks import (
     Command,
+    DeviceAdded,
     DeviceId,
-    DeviceJoined,
-    DeviceLeft,
+    DeviceRemoved,
     Event,
     Hedge,
     Late,
@@ -79,11 +79,11 @@ class Bench:
                 up_bytes_per_s=_PACE.up_bytes_per_s,
             )
         self.names.append(DeviceId(name))
-        self.handle(DeviceJoined(DeviceId(name), _MEMORY_BYTES, member.pace))
+        self.handle(DeviceAdded(DeviceId(name), _MEMORY_BYTES, member.pace))
 
     def leave(self, name: DeviceId) -> None:
         self.roster.remove(name)
-        self.handle(DeviceLeft(name))
+        self.handle(DeviceRemoved(name))
 
     def result(self, name: DeviceId) -> None:
         member, task = self.roster.members[name], next(iter(self.ledger.tasks(name)))

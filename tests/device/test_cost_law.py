@@ -15,7 +15,7 @@ from cleave.core.cost.terms import ALLOWANCE_BYTES, live_terms
 from cleave.core.model.decoder import Attention, Decoder, Part, View
 from cleave.core.model.shard import Shard, most_slices
 from cleave.core.model.sublayers import sublayers
-from cleave.device.programs.kernels import NumpyKernel
+from cleave.device.kernels import NumpyKernel
 from cleave.device.programs.resident import make_task
 
 steady = settings(max_examples=60, deadline=None, derandomize=True)

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from cleave.core.model.batch import Matrix
 from cleave.core.schedule.rectangles import Rectangle, total, within, without
+from cleave.device.kernels import Kernel, NumpyKernel, TorchKernel
 from cleave.device.programs.gemm import GemmTask
-from cleave.device.programs.kernels import Kernel, NumpyKernel, TorchKernel
 from cleave.device.store import OperandStore
 from cleave.errors import ProtocolError
 from cleave.protocol.frames import PAYLOAD_BYTES
 from cleave.protocol.messages import Store as StoreMessage
-from cleave.protocol.programs import Gemm, Layout
+from cleave.protocol.programs import GemmProgram, Layout
 
 steady = settings(max_examples=40, deadline=None, derandomize=True)
 layouts: st.SearchStrategy[Layout] = st.sampled_from(["nt", "nn", "tn"])
@@ -58,7 +58,7 @@ class Bench:
             self.expected += oriented(layout, a, b)
         self.arrived = dict.fromkeys(self.operands, 0)
         self.store = OperandStore(kernel, sum(4 * matrix.size for matrix in self.operands.values()))
-        program = Gemm(layout=layout, terms=tuple(terms), rows=rows, cols=cols)
+        program = GemmProgram(layout=layout, terms=tuple(terms), rows=rows, cols=cols)
         self.task = GemmTask(program, self.store, kernel)
         self.total_flops = 2.0 * rows * cols * sum(inners)
         self.output = np.full((rows, cols), np.nan, dtype=np.float32)
@@ -200,7 +200,7 @@ def test_operands_that_do_not_make_the_block_are_refused(layout: Layout, rows: i
     bench = Bench(layout, 4, 5, [6], 0, NumpyKernel())
     for number in (1, 2):
         bench.arrive(number, 10)
-    program = Gemm(layout=layout, terms=((1, 2),), rows=rows, cols=cols)
+    program = GemmProgram(layout=layout, terms=((1, 2),), rows=rows, cols=cols)
     with pytest.raises(ProtocolError, match="do not make a block"):
         GemmTask(program, bench.store, NumpyKernel()).next_chunk()
 
@@ -210,14 +210,16 @@ def test_a_sum_of_transposed_terms_is_refused() -> None:
     for number in bench.operands:
         bench.arrive(number, 4)
     with pytest.raises(ProtocolError):
-        GemmTask(Gemm(layout="tn", terms=((1, 2), (3, 4)), rows=4, cols=4), bench.store, NumpyKernel()).next_chunk()
+        GemmTask(
+            GemmProgram(layout="tn", terms=((1, 2), (3, 4)), rows=4, cols=4), bench.store, NumpyKernel()
+        ).next_chunk()
 
 
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
 def test_a_block_of_no_terms_is_refused(layout: Layout) -> None:
     with pytest.raises(ProtocolError):
         GemmTask(
-            Gemm(layout=layout, terms=(), rows=4, cols=4), OperandStore(NumpyKernel(), 1), NumpyKernel()
+            GemmProgram(layout=layout, terms=(), rows=4, cols=4), OperandStore(NumpyKernel(), 1), NumpyKernel()
         ).next_chunk()
 
 

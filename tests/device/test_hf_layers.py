@@ -16,7 +16,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 
 from cleave.core.model.batch import Matrix
 from cleave.core.model.decoder import Attention, Mlp, Norm, Part, Weight
-from cleave.device.programs.kernels import Kernel, NumpyKernel, TorchKernel
+from cleave.device.kernels import Kernel, NumpyKernel, TorchKernel
 
 HIDDEN, HEADS, KEY_HEADS, HEAD_DIM, INNER, ROWS, WINDOW = 32, 4, 2, 8, 44, 21, 6
 

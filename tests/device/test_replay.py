@@ -17,15 +17,15 @@ from tests.support.plain_parts import Maker, rotary_table
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.batch import Matrix
 from cleave.core.verify.recompute import disagreement, least_of
-from cleave.device.programs.kernels import NumpyKernel, TorchKernel
+from cleave.device.kernels import NumpyKernel, TorchKernel
 from cleave.device.replay import replay
 from cleave.errors import ProtocolError
-from cleave.protocol.messages import Drop, Run, Store
+from cleave.protocol.messages import Drop, RunTask, Store
 from cleave.protocol.numbers import NumpyCodec
-from cleave.protocol.programs import Collect, Gemm, Program
+from cleave.protocol.programs import Collect, GemmProgram, Program
 
 FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
-Message = tuple[Store | Run | Drop, bytes]
+Message = tuple[Store | RunTask | Drop, bytes]
 
 
 def stores(bench: Bench, format: WireFormat = "fp32") -> Iterator[Message]:
@@ -37,7 +37,7 @@ def stores(bench: Bench, format: WireFormat = "fp32") -> Iterator[Message]:
 
 def runs(programs: list[Program], format: WireFormat = "fp32") -> Iterator[Message]:
     for number, program in enumerate(programs):
-        yield Run(task=number, priority=0, program=program, format=format), b""
+        yield RunTask(task=number, priority=0, program=program, format=format), b""
 
 
 def through(layers: int, hidden: int, rows: int, chunk: int, seed: int) -> tuple[Bench, list[Program], int]:
@@ -95,7 +95,7 @@ def test_a_replay_is_what_the_device_returns() -> None:
 def test_rectangles_of_a_result_are_put_together() -> None:
     bench, rng = Bench(), np.random.default_rng(0)
     a, b = (rng.normal(0, 1, (rows, 3)).astype(np.float32) for rows in (1200, 5000))
-    program = Gemm(layout="nt", terms=((bench.put(a), bench.put(b)),), rows=1200, cols=5000)
+    program = GemmProgram(layout="nt", terms=((bench.put(a), bench.put(b)),), rows=1200, cols=5000)
     (found,) = replay([*stores(bench), *runs([program])])
     assert_close(found, a @ b.T, 1e-6)
 

@@ -13,8 +13,8 @@ from tests.support.one_layer import CHUNK, HIDDEN, KEY_WIDTH, PLAIN, ROWS, Layer
 from tests.support.plain_parts import Maker
 
 from cleave.core.cost.resident import state_bytes
+from cleave.device.kernels import NumpyKernel
 from cleave.device.programs.gemm import bands
-from cleave.device.programs.kernels import NumpyKernel
 from cleave.device.programs.resident import make_task
 from cleave.errors import ProtocolError
 from cleave.protocol import messages
@@ -258,7 +258,7 @@ async def test_a_worker_takes_a_sequence_forward_and_back_in_any_order_of_messag
     programs = [*layer.forward(), *layer.backward(accumulators)]
     async with joined() as script:
         for task, program in reversed(list(enumerate(programs))):
-            await script.channel.send(messages.Run(task=task, priority=1, program=program, format="fp32"))
+            await script.channel.send(messages.RunTask(task=task, priority=1, program=program, format="fp32"))
         for number, matrix in layer.bench.operands.items():
             await script.store(number, matrix, strip_rows=3)
         found = [await script.results(task, (CHUNK, HIDDEN)) for task in range(len(programs))]
@@ -267,7 +267,7 @@ async def test_a_worker_takes_a_sequence_forward_and_back_in_any_order_of_messag
         for operand, accumulator in accumulators.items():
             rows, cols = layer.bench.operands[operand].shape
             program = Collect(accumulator=accumulator, rows=rows, cols=cols)
-            await script.channel.send(messages.Run(task=99, priority=1, program=program, format="fp32"))
+            await script.channel.send(messages.RunTask(task=99, priority=1, program=program, format="fp32"))
             assert_close(await script.results(99, (rows, cols)), expected.gradients[operand], 1e-6)
         await script.channel.send(messages.Drop(operands=(layer.state, *accumulators.values())))
         await script.still_there()
@@ -282,5 +282,5 @@ async def test_a_worker_refuses_a_server_whose_program_is_malformed() -> None:
     layer = Layer()
     async with joined() as script:
         program = msgspec.structs.replace(layer.forward()[0], parts=())
-        await script.channel.send(messages.Run(task=1, priority=1, program=program, format="fp32"))
+        await script.channel.send(messages.RunTask(task=1, priority=1, program=program, format="fp32"))
         assert isinstance(await script.fault(), ProtocolError)

@@ -16,8 +16,8 @@ from tests.support.plain_parts import HOW, KINDS, Maker, Plain, attentions, mlps
 
 from cleave.core.model.batch import Matrix
 from cleave.core.model.decoder import Attention, Head, Mlp, Part
+from cleave.device.kernels import Array, Kernel, NumpyKernel, TorchKernel
 from cleave.device.programs import head as head_program
-from cleave.device.programs.kernels import Array, Kernel, NumpyKernel, TorchKernel
 
 HIDDEN, HEAD_DIM = 12, 4
 steady = settings(max_examples=50, deadline=None, derandomize=True)

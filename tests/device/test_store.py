@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cleave.core.cost.resident import state_bytes
 from cleave.core.cost.wire import WireFormat, encoded_bytes
 from cleave.core.model.batch import Matrix
-from cleave.device.programs.kernels import NumpyKernel
+from cleave.device.kernels import NumpyKernel
 from cleave.device.store import OperandStore
 from cleave.errors import ProtocolError
 from cleave.protocol.messages import Store as StoreMessage

@@ -13,14 +13,14 @@ import pytest
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.batch import Matrix
 from cleave.core.schedule.rectangles import Rectangle, total, within, without
-from cleave.device.programs.kernels import Array, Kernel, NumpyKernel
+from cleave.device.kernels import Array, Kernel, NumpyKernel
 from cleave.device.worker import Contribution, Offer, Refusal, Worker
 from cleave.errors import ConnectionLost, ProtocolError
 from cleave.protocol import messages
 from cleave.protocol.frames import PAYLOAD_BYTES
 from cleave.protocol.messages import AnyMessage
 from cleave.protocol.numbers import NumpyCodec
-from cleave.protocol.programs import Gemm, Layout
+from cleave.protocol.programs import GemmProgram, Layout
 from cleave.transport.base import Received
 from cleave.transport.memory import MemoryChannel, memory_pair
 
@@ -64,8 +64,8 @@ class Script:
         priority: int = 1,
         format: WireFormat = "fp32",
     ) -> None:
-        program = Gemm(layout=layout, terms=terms, rows=shape[0], cols=shape[1])
-        await self.channel.send(messages.Run(task=task, priority=priority, program=program, format=format))
+        program = GemmProgram(layout=layout, terms=terms, rows=shape[0], cols=shape[1])
+        await self.channel.send(messages.RunTask(task=task, priority=priority, program=program, format=format))
 
     async def receive(self) -> Received:
         async with asyncio.timeout(DEADLINE_S):
@@ -236,7 +236,7 @@ async def test_a_cancelled_task_is_never_answered() -> None:
     async with joined() as script:
         await script.run(1, "nt", ((1, 1),), (30, 30))
         await script.run(2, "nt", ((1, 1),), (30, 30), priority=5)
-        await script.channel.send(messages.Cancel(tasks=(1, 77)))
+        await script.channel.send(messages.CancelTasks(tasks=(1, 77)))
         await script.store(1, x)
         np.testing.assert_array_equal(await script.results(2, (30, 30)), x @ x.T)
         await script.still_there()
@@ -286,8 +286,10 @@ def _store(**changed: int) -> messages.Store:
     return messages.Store(format="fp32", **{**usual, **changed})
 
 
-def _run(*terms: tuple[int, int]) -> messages.Run:
-    return messages.Run(task=1, priority=0, format="fp32", program=Gemm(layout="nt", terms=terms, rows=4, cols=4))
+def _run(*terms: tuple[int, int]) -> messages.RunTask:
+    return messages.RunTask(
+        task=1, priority=0, format="fp32", program=GemmProgram(layout="nt", terms=terms, rows=4, cols=4)
+    )
 
 
 VIOLATIONS: dict[str, list[AnyMessage]] = {

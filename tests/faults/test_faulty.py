@@ -11,13 +11,13 @@ from tests.support.virtual import run
 
 from cleave.errors import ConnectionLost, InputError, ProtocolError
 from cleave.protocol import messages
-from cleave.protocol.messages import AnyMessage, Hello, Probe, Probed, Result, Run, Store, Welcome
-from cleave.protocol.programs import Gemm
+from cleave.protocol.messages import AnyMessage, Hello, Probe, Probed, Result, RunTask, Store, Welcome
+from cleave.protocol.programs import GemmProgram
 from cleave.transport.faulty import MANNERS, Fault, FaultyChannel
 from cleave.transport.memory import MemoryChannel, memory_pair
 
 HELLO = Hello(version=1, name="eve", flops_per_s=1e9, memory_bytes=1 << 20, kernel="none")
-RUN = Run(task=1, priority=1, program=Gemm(layout="nt", terms=((1, 2),), rows=4, cols=4), format="fp32")
+RUN = RunTask(task=1, priority=1, program=GemmProgram(layout="nt", terms=((1, 2),), rows=4, cols=4), format="fp32")
 NUMBERS = np.arange(1, 17, dtype=np.float32).reshape(4, 4)
 
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from cleave import Fleet, distribute, events
 from cleave.device.join import socket_url
-from cleave.device.programs.kernels import NumpyKernel
+from cleave.device.kernels import NumpyKernel
 from cleave.device.worker import Contribution, Offer, Worker
 from cleave.errors import ConnectionLost
 from cleave.transport.faulty import Fault, FaultyChannel

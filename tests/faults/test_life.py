@@ -12,7 +12,7 @@ from tests.support.virtual import run
 from tests.support.world import World, layer
 
 from cleave import events
-from cleave.device.programs.kernels import NumpyKernel
+from cleave.device.kernels import NumpyKernel
 from cleave.device.worker import Contribution, Offer, Worker
 from cleave.errors import ConnectionLost
 from cleave.server.admission.tokens import Keys

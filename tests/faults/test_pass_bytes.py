@@ -19,7 +19,7 @@ from cleave.core.cost.terms import live_terms
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.sublayers import Sublayer
 from cleave.core.plan.resident.small_fleet import plan_columns
-from cleave.core.plan.resident.stages import ResidentPlan, Setting, drafts, judge
+from cleave.core.plan.resident.stages import Problem, ResidentPlan, drafts, judge
 from cleave.protocol.frames import Buffer
 from cleave.protocol.messages import AnyMessage
 from cleave.transport.base import Channel, Received
@@ -34,14 +34,14 @@ def judged(layout: Layout, chunk: int) -> Callable[..., ResidentPlan]:
     """This arrangement, with the bytes that the planner foresees of it."""
 
     def arrange(profiles: Profiles, sublayers: Sequence[Sublayer], **given: Any) -> ResidentPlan:
-        setting = Setting(
+        problem = Problem(
             sums=sum_up(sublayers, hidden=given["hidden"], sequence=given["sequence"], terms=live_terms(given["wire"])),
             sequences=given["sequences"],
             profiles=profiles,
             server=Server(),
             medium_bytes_per_s=math.inf,
         )
-        plan = judge(setting, drafts(arranged(layout)(profiles, sublayers).stages, profiles.names) or [], chunk)
+        plan = judge(problem, drafts(arranged(layout)(profiles, sublayers).stages, profiles.names) or [], chunk)
         assert plan is not None
         return plan
 

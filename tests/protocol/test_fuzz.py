@@ -177,7 +177,7 @@ def test_golden_conversations_are_obeyed_to_their_end() -> None:
     for conversation in mutations.conversations():
         device = obedient.Device()
         assert device.obey(data for frame in conversation for data in frame if data)
-        runs = sum(isinstance(messages.decode(header), messages.Run) for header, _ in conversation)
+        runs = sum(isinstance(messages.decode(header), messages.RunTask) for header, _ in conversation)
         assert device.results >= runs
         assert not device.failures
 

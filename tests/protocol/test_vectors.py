@@ -22,13 +22,13 @@ from cleave.core.cost.wire import encoded_bytes
 from cleave.core.model.batch import Matrix
 from cleave.core.model.decoder import Activation, Attention, Head, Mlp, Norm, Part, Weight
 from cleave.core.schedule.rectangles import Rectangle, total, within, without
-from cleave.device.programs.kernels import NumpyKernel
+from cleave.device.kernels import NumpyKernel
 from cleave.device.worker import Contribution, Offer, Worker
 from cleave.protocol import messages
 from cleave.protocol.frames import Assembler
-from cleave.protocol.messages import AnyMessage, Bye, Drop, FromDevice, FromServer, Hello, Result, Run, Store
+from cleave.protocol.messages import AnyMessage, Bye, Drop, FromDevice, FromServer, Hello, Result, RunTask, Store
 from cleave.protocol.numbers import NumpyCodec
-from cleave.protocol.programs import Gemm, Program, operands
+from cleave.protocol.programs import GemmProgram, Program, operands
 from cleave.transport.memory import MemoryChannel, memory_pair
 
 VECTORS = Path(__file__).parents[1] / "vectors"
@@ -74,9 +74,9 @@ def fp32(hexadecimal: str, shape: tuple[int, int]) -> Matrix:
 def test_the_vectors_have_one_of_everything() -> None:
     assert {type(message_of(frame)) for frame in MESSAGES} == set(samples.KINDS)
     assert {case["format"] for case in NUMBERS} == set(samples.FORMATS)
-    programs = [run.program for frame in FRAMES if isinstance(run := message_of(frame), Run)]
+    programs = [run.program for frame in FRAMES if isinstance(run := message_of(frame), RunTask)]
     assert {type(program) for program in programs} == set(get_args(Program))
-    assert {program.layout for program in programs if isinstance(program, Gemm)} == set(samples.LAYOUTS)
+    assert {program.layout for program in programs if isinstance(program, GemmProgram)} == set(samples.LAYOUTS)
     parts = [part for program in programs for part in getattr(program, "parts", ())]
     assert {type(part) for part in parts} == set(get_args(Part))
     assert {part.activation for part in parts if isinstance(part, Mlp)} == set(get_args(Activation))
@@ -108,8 +108,8 @@ def test_numbers_are_encoded_to_and_decoded_from_just_these_bytes(case: Case) ->
 # ------------------------------------------------------------------------------------------------ tasks
 
 
-def run_of(case: Case) -> Run:
-    return next(run for frame in case["frames"] if isinstance(run := message_of(frame), Run))
+def run_of(case: Case) -> RunTask:
+    return next(run for frame in case["frames"] if isinstance(run := message_of(frame), RunTask))
 
 
 def rectangle(result: Result) -> Rectangle:
@@ -120,7 +120,7 @@ def rectangle(result: Result) -> Rectangle:
 class Assembled:
     """A block from the rectangles that come; each must have been missing."""
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RunTask) -> None:
         rows, cols = run.program.rows, run.program.cols
         self.block = np.full((rows, cols), math.nan, dtype=np.float32)
         self.missing = [Rectangle(0, rows, 0, cols)]
@@ -220,7 +220,7 @@ def test_a_conversation_sends_what_its_programs_name_and_drops_what_they_made(ca
             case Store(operand=operand):
                 sent.add(operand)
                 assert matrix_of(case["operands"][str(operand)]).tobytes().hex() == frame["payload_hex"]
-            case Run(program=program):
+            case RunTask(program=program):
                 named |= set(operands(program))
                 made |= {number for _, number in getattr(program, "accumulators", ())}
                 made |= {program.state for part in getattr(program, "parts", ()) if isinstance(part, Attention)}

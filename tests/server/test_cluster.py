@@ -23,7 +23,7 @@ from cleave.core.cost.wire import WireFormat
 from cleave.core.model.batch import Matrix
 from cleave.core.model.gemms import Linear, Role
 from cleave.core.plan.gemm.layer import LinearPlan
-from cleave.device.programs.kernels import Array, Kernel, NumpyKernel
+from cleave.device.kernels import Array, Kernel, NumpyKernel
 from cleave.device.worker import Contribution, Offer, Worker
 from cleave.errors import ConnectionLost, FleetGoneError
 from cleave.protocol import messages
@@ -537,18 +537,18 @@ class Rogue:
             if probe.payload >= 4 << 20:
                 return
 
-    def task(self) -> messages.Run:
+    def task(self) -> messages.RunTask:
         """The first it is given."""
 
-        async def take() -> messages.Run:
+        async def take() -> messages.RunTask:
             while True:
                 message = (await self.channel.receive()).message
-                if isinstance(message, messages.Run):
+                if isinstance(message, messages.RunTask):
                     return message
 
         return self._there.do(take())
 
-    def answer(self, run: messages.Run, payload: bytes, **changed: float) -> None:
+    def answer(self, run: messages.RunTask, payload: bytes, **changed: float) -> None:
         rows, cols = run.program.rows, run.program.cols
         usual = {"first_row": 0, "rows": rows, "first_col": 0, "cols": cols, "flops": 1e6, "compute_s": 1e-3}
         usual |= {"down_bytes": 0, "down_s": 0.0}

@@ -20,13 +20,13 @@ from cleave.core.plan.choose import Local, PassWork, Setting, choose_layer, plan
 from cleave.errors import CleaveError, InfeasibleError
 from cleave.events import Recovered
 from cleave.protocol.numbers import NumpyCodec
-from cleave.server.audits import Audits, AuditTotals
+from cleave.server.contract import Run
 from cleave.server.fleet_view import FleetView
-from cleave.server.gemm_run import GemmRun
+from cleave.server.gemm.product import Product
+from cleave.server.gemm.run import GemmRun
 from cleave.server.operands import Operands, Tensor
-from cleave.server.products import Product
-from cleave.server.resident_run import ResidentRun
-from cleave.server.run import Run
+from cleave.server.resident.audits import Audits, AuditTotals
+from cleave.server.resident.run import ResidentRun
 
 DEVICES = 1000
 SETTING = Setting(wire="bf16")

@@ -11,7 +11,7 @@ import numpy as np
 from cleave.core.model.batch import Matrix
 from cleave.core.model.decoder import Head, Part
 from cleave.core.schedule.rectangles import Rectangle, total, within, without
-from cleave.device.programs.kernels import Kernel, NumpyKernel
+from cleave.device.kernels import Kernel, NumpyKernel
 from cleave.device.programs.resident import make_task
 from cleave.device.store import OperandStore
 from cleave.protocol.messages import Store as StoreMessage

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 
 from cleave.protocol.frames import Buffer
-from cleave.protocol.messages import AnyMessage, Failed, Result, Run
+from cleave.protocol.messages import AnyMessage, Failed, Result, RunTask
 from cleave.protocol.programs import Backward, Collect, Forward, Program
 from cleave.transport.base import Channel, Received
 from cleave.transport.faulty import FaultyChannel
@@ -44,7 +44,7 @@ class DoomedChannel(FaultyChannel):
 
     async def receive(self) -> Received:
         received = await super().receive()
-        if isinstance(received.message, Run):
+        if isinstance(received.message, RunTask):
             self._kinds[received.message.task] = _kind(received.message.program)
             await self._come("told", received.message.task)
         return received

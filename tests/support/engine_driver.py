@@ -17,16 +17,15 @@ from cleave.core.schedule.rectangles import Rectangle
 from cleave.core.schedule.tasks import (
     Cancel,
     CancelSent,
+    DeviceAdded,
     DeviceId,
-    DeviceJoined,
-    DeviceLeft,
+    DeviceRemoved,
     Start,
     Task,
     TaskId,
     Tick,
 )
-from cleave.server.engine import Engine
-from cleave.server.run import (
+from cleave.server.contract import (
     Action,
     Arrived,
     Audit,
@@ -47,6 +46,7 @@ from cleave.server.run import (
     Wait,
     run_of,
 )
+from cleave.server.engine import Engine
 
 
 @dataclass(slots=True)
@@ -124,10 +124,10 @@ class VirtualDriver:
             up_bytes_per_s=pace.up_bytes_per_s,
         )
         self.devices[DeviceId(name)] = device
-        self.post(DeviceJoined(DeviceId(name), device.memory_bytes, member.pace))
+        self.post(DeviceAdded(DeviceId(name), device.memory_bytes, member.pace))
 
     def leave(self, name: str, at: float) -> None:
-        self.post(DeviceLeft(DeviceId(name)), at)
+        self.post(DeviceRemoved(DeviceId(name)), at)
 
     def submit(self, run: Run) -> None:
         self.post(RunSubmitted(run))
@@ -146,7 +146,7 @@ class VirtualDriver:
         match event:
             case Tick():
                 self._is_ticking = False
-            case DeviceLeft(device):
+            case DeviceRemoved(device):
                 del self.devices[device]
             case Arrived(device, task):
                 if device not in self.devices or task in self.devices[device].cancelled:

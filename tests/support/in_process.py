@@ -19,7 +19,7 @@ from cleave.core.model.sublayers import Sublayer
 from cleave.core.plan.choose import Arrange
 from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import ResidentPlan, Stage
-from cleave.device.programs.kernels import NumpyKernel
+from cleave.device.kernels import NumpyKernel
 from cleave.device.worker import Contribution, Offer, Worker
 from cleave.server.cluster import Cluster
 from cleave.transport.base import Channel

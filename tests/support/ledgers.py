@@ -10,8 +10,8 @@ from cleave.core.schedule.rectangles import Rectangle
 from cleave.core.schedule.tasks import (
     Accept,
     Command,
+    DeviceAdded,
     DeviceId,
-    DeviceJoined,
     Event,
     Operand,
     OperandId,
@@ -75,7 +75,7 @@ class Server:
     def __init__(self, **memory_bytes: int) -> None:
         self.ledger, self.now = Ledger(), 0.0
         for name, size in memory_bytes.items():
-            assert self.tell(DeviceJoined(DeviceId(name), size, QUICK)) == []
+            assert self.tell(DeviceAdded(DeviceId(name), size, QUICK)) == []
 
     def tell(self, event: Event) -> list[Command]:
         commands = self.ledger.handle(event, self.now)

@@ -32,7 +32,7 @@ from cleave.core.schedule.rectangles import Rectangle
 from cleave.protocol.messages import (
     VERSION,
     Bye,
-    Cancel,
+    CancelTasks,
     Drop,
     Failed,
     Hello,
@@ -41,11 +41,11 @@ from cleave.protocol.messages import (
     Probe,
     Probed,
     Refused,
-    Run,
+    RunTask,
     Store,
     Welcome,
 )
-from cleave.protocol.programs import Gemm, Layout
+from cleave.protocol.programs import GemmProgram, Layout
 
 HERE = Path(__file__).parents[1] / "vectors"
 TASK = 21
@@ -78,11 +78,11 @@ def one_of_each() -> dict[str, Frame]:
         "probed": (Probed(down_s=0.125, payload=2), bytes(2)),
         "store": stored(17, square, "bf16", 0, 2),
         "store-a-later-strip": stored(70_000, square, "fp32", 1, 2),
-        "run": (Run(task=9, priority=1, format="bf16",
-                    program=Gemm(layout="nn", terms=((17, 18), (300, 70_000)), rows=2, cols=5)), b""),
+        "run": (RunTask(task=9, priority=1, format="bf16",
+                    program=GemmProgram(layout="nn", terms=((17, 18), (300, 70_000)), rows=2, cols=5)), b""),
         "result": result(9, (2, 1), square, "fp32", inner=3),
         "failed": (Failed(task=9, reason="MemoryError()"), b""),
-        "cancel": (Cancel(tasks=(9, 10)), b""),
+        "cancel": (CancelTasks(tasks=(9, 10)), b""),
         "drop": (Drop(operands=(17, 70_000)), b""),
         "idle": (Idle(reason="the others end sooner without this device"), b""),
         "leaving": (Leaving(reason="stopped by its owner"), b""),
@@ -143,14 +143,18 @@ def tasks() -> dict[str, Json]:
     tn = {1: draw(6, 2), 7: draw(6, 3)}
     other[8][:, 0] = other[9][:, 0] = 127.0  # a scale of 1: whole numbers are exact in int8 too
     return {
-        "gemm-nt": task("gemm-nt", Gemm(layout="nt", terms=((1, 2),), rows=4, cols=5), nt, "fp32", strips=2),
-        "gemm-nn": task("gemm-nn", Gemm(layout="nn", terms=((3, 4), (5, 6)), rows=3, cols=4), nn, "bf16", strips=1),
-        "gemm-tn": task("gemm-tn", Gemm(layout="tn", terms=((1, 7),), rows=2, cols=3), tn, "fp16", strips=3),
-        "gemm-nt-int8": task("gemm-nt-int8", Gemm(layout="nt", terms=((8, 9),), rows=2, cols=3), other, "int8", 1),
+        "gemm-nt": task("gemm-nt", GemmProgram(layout="nt", terms=((1, 2),), rows=4, cols=5), nt, "fp32", strips=2),
+        "gemm-nn": task(
+            "gemm-nn", GemmProgram(layout="nn", terms=((3, 4), (5, 6)), rows=3, cols=4), nn, "bf16", strips=1
+        ),
+        "gemm-tn": task("gemm-tn", GemmProgram(layout="tn", terms=((1, 7),), rows=2, cols=3), tn, "fp16", strips=3),
+        "gemm-nt-int8": task(
+            "gemm-nt-int8", GemmProgram(layout="nt", terms=((8, 9),), rows=2, cols=3), other, "int8", 1
+        ),
     }
 
 
-def task(name: str, program: Gemm, operands: dict[int, Matrix], wire: WireFormat, strips: int) -> Json:
+def task(name: str, program: GemmProgram, operands: dict[int, Matrix], wire: WireFormat, strips: int) -> Json:
     whole = block(program.layout, [(operands[a], operands[b]) for a, b in program.terms])
     inner = sum(operands[a].shape[0 if program.layout == "tn" else 1] for a, _ in program.terms)
     frames = list[Frame]()
@@ -175,9 +179,9 @@ def task(name: str, program: Gemm, operands: dict[int, Matrix], wire: WireFormat
     }
 
 
-def sent(program: Gemm, operands: dict[int, Matrix], wire: WireFormat, strips: int) -> Iterator[Frame]:
+def sent(program: GemmProgram, operands: dict[int, Matrix], wire: WireFormat, strips: int) -> Iterator[Frame]:
     """The task, then the strips of its operands in turn."""
-    yield Run(task=TASK, priority=1, program=program, format=wire), b""
+    yield RunTask(task=TASK, priority=1, program=program, format=wire), b""
     for strip in range(strips):
         for operand, matrix in operands.items():
             height = -(-len(matrix) // strips)
@@ -186,7 +190,7 @@ def sent(program: Gemm, operands: dict[int, Matrix], wire: WireFormat, strips: i
                 yield stored(operand, matrix, wire, first, last)
 
 
-def computable(program: Gemm, operands: dict[int, Matrix], held: dict[int, int]) -> tuple[int, int]:
+def computable(program: GemmProgram, operands: dict[int, Matrix], held: dict[int, int]) -> tuple[int, int]:
     """The rows and columns of the block that can be made from the rows held: an eager device's answer."""
     is_whole = {operand: held[operand] == len(matrix) for operand, matrix in operands.items()}
     match program.layout:
@@ -215,14 +219,14 @@ def block(layout: Layout, pairs: list[tuple[Matrix, Matrix]]) -> Matrix:
 def session() -> Iterator[Frame]:
     a = np.array([[1, 2, 3], [4, 5, 6]], dtype=np.float32)
     b = np.array([[1, 0, -1], [0.5, 0.25, 2]], dtype=np.float32)
-    program = Gemm(layout="nt", terms=((1, 2),), rows=2, cols=2)
+    program = GemmProgram(layout="nt", terms=((1, 2),), rows=2, cols=2)
     yield Hello(version=VERSION, name="laptop", token="", flops_per_s=5e10, memory_bytes=1 << 30, kernel="example"), b""
     yield Welcome(version=VERSION, name="laptop"), b""
     yield Probe(answer=0), b""
     yield Probed(down_s=0.0), b""
     yield Probe(answer=2, payload=8), bytes(8)
     yield Probed(down_s=0.0625, payload=2), bytes(2)
-    yield Run(task=1, priority=1, program=program, format="bf16"), b""
+    yield RunTask(task=1, priority=1, program=program, format="bf16"), b""
     yield stored(1, a, "bf16", 0, 2)
     yield stored(2, b, "bf16", 0, 2)
     answer, payload = result(1, (0, 0), a @ b.T, "bf16", inner=3)

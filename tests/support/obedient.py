@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import numpy as np
 from tests.support import mutations
 
-from cleave.device.programs.kernels import NumpyKernel
+from cleave.device.kernels import NumpyKernel
 from cleave.device.programs.resident import DeviceTask, make_task
 from cleave.device.store import OperandStore
 from cleave.errors import ProtocolError
@@ -27,7 +27,7 @@ class Device:
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._kernel = NumpyKernel()
         self.store, self._memory_bytes = OperandStore(self._kernel, memory_bytes), memory_bytes
-        self._tasks: dict[int, tuple[messages.Run, DeviceTask]] = {}
+        self._tasks: dict[int, tuple[messages.RunTask, DeviceTask]] = {}
         self.results = self.failures = 0
 
     def obey(self, strings: Iterable[bytes]) -> bool:
@@ -48,11 +48,11 @@ class Device:
         match message:
             case messages.Store():
                 self.store.write(message, payload)
-            case messages.Run():
+            case messages.RunTask():
                 self._tasks[message.task] = message, make_task(message.program, self.store, self._kernel)
             case messages.Drop(operands=operands):
                 self.store.drop(operands)
-            case messages.Cancel(tasks=tasks):
+            case messages.CancelTasks(tasks=tasks):
                 for task in tasks:
                     self._tasks.pop(task, None)
             case _ if not isinstance(message, FromServer):

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from cleave.core.model.batch import Matrix
 from cleave.core.model.decoder import Attention, Head, Part
-from cleave.protocol.messages import Drop, Run
+from cleave.protocol.messages import Drop, RunTask
 from cleave.protocol.programs import Backward, Collect, Forward, Hold, Program, operands
 
 HIDDEN, HEAD_DIM, ROWS = 8, 4, 6
@@ -142,7 +142,7 @@ class Talk:
     def run(self, program: Program, expected: Any) -> None:
         """A task, what it needs and is not there, and its result."""
         task = next(self._tasks)
-        self._frames.append((Run(task=task, priority=1, program=program, format="fp32"), b""))
+        self._frames.append((RunTask(task=task, priority=1, program=program, format="fp32"), b""))
         for operand in dict.fromkeys(operands(program)):
             if operand not in self._sent:
                 matrix = self.bench.operands[operand]

@@ -13,7 +13,7 @@ from cleave.core.model.decoder import Activation, Attention, Head, Mlp, Norm, We
 from cleave.protocol import messages
 from cleave.protocol.frames import PAYLOAD_BYTES
 from cleave.protocol.messages import AnyMessage
-from cleave.protocol.programs import Backward, Collect, Forward, Gemm, Hold, Layout, Program
+from cleave.protocol.programs import Backward, Collect, Forward, GemmProgram, Hold, Layout, Program
 
 KINDS: tuple[type[AnyMessage], ...] = get_args(AnyMessage)
 FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
@@ -26,7 +26,7 @@ numbers = st.floats(allow_nan=False)
 maybe = st.none() | integers
 pairs = st.lists(st.tuples(integers, integers), max_size=4).map(tuple)
 
-gemms = st.builds(Gemm, layout=st.sampled_from(LAYOUTS), terms=pairs, rows=integers, cols=integers)
+gemms = st.builds(GemmProgram, layout=st.sampled_from(LAYOUTS), terms=pairs, rows=integers, cols=integers)
 weights = st.builds(
     Weight,
     weight=integers,
@@ -106,11 +106,14 @@ ONE_OF_EACH: tuple[AnyMessage, ...] = (
     messages.Refused(reason="wrong token"),
     messages.Probe(answer=16, payload=64),
     messages.Store(operand=300, rows=2, cols=3, format="int8", first_row=0, strip_rows=2, payload=14),
-    messages.Run(
-        task=7, priority=1, program=Gemm(layout="nt", terms=((1, 2), (300, 70_000)), rows=2, cols=2), format="fp16"
+    messages.RunTask(
+        task=7,
+        priority=1,
+        program=GemmProgram(layout="nt", terms=((1, 2), (300, 70_000)), rows=2, cols=2),
+        format="fp16",
     ),
     messages.Drop(operands=(1, 2, 300)),
-    messages.Cancel(tasks=(7,)),
+    messages.CancelTasks(tasks=(7,)),
     messages.Idle(reason="too slow"),
     messages.Bye(reason="done", rejoin=False),
 )  # fmt: skip

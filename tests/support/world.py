@@ -13,7 +13,7 @@ from cleave.core.model.batch import Matrix
 from cleave.core.model.gemms import Linear, Role
 from cleave.core.plan.choose import Arrange
 from cleave.core.plan.resident.small_fleet import plan_columns
-from cleave.device.programs.kernels import NumpyKernel
+from cleave.device.kernels import NumpyKernel
 from cleave.device.worker import Contribution, Offer, Worker
 from cleave.errors import CleaveError
 from cleave.server.admission.tokens import Keys

@@ -15,7 +15,7 @@ from cleave.cli.arguments import AddVerb, count, positive, size_bytes
 from cleave.errors import InputError
 
 if TYPE_CHECKING:
-    from cleave.device.programs.kernels import KernelChoice
+    from cleave.device.kernels import KernelChoice
 
 
 def add_to(add: AddVerb) -> None:
@@ -76,7 +76,7 @@ def run_join(
     with_parent: bool,
 ) -> None:
     from cleave.device import join, probe
-    from cleave.device.programs.kernels import choose_kernel
+    from cleave.device.kernels import choose_kernel
     from cleave.device.worker import Contribution, Offer
     from cleave.report import join as join_report
     from cleave.transport.allocation import keep_freed_memory

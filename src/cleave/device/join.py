@@ -11,8 +11,8 @@ import time
 from collections.abc import Callable
 from urllib.parse import urlsplit, urlunsplit
 
+from cleave.device.kernels import Kernel, NumpyKernel
 from cleave.device.probe import measure_flops_per_s, usable_memory_bytes
-from cleave.device.programs.kernels import Kernel, NumpyKernel
 from cleave.device.worker import Contribution, Offer, Refusal, Worker
 from cleave.errors import CleaveError, ConnectionLost, InputError
 from cleave.transport.base import Channel

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import psutil
 
-from cleave.device.programs.kernels import Kernel
+from cleave.device.kernels import Kernel
 from cleave.errors import InputError
 
 _SIDE = 768

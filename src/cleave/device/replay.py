@@ -13,7 +13,7 @@ import numpy as np
 
 from cleave.core.model.batch import Matrix
 from cleave.core.schedule.rectangles import Rectangle
-from cleave.device.programs.kernels import Kernel, NumpyKernel
+from cleave.device.kernels import Kernel, NumpyKernel
 from cleave.device.programs.resident import make_task
 from cleave.device.store import OperandStore
 from cleave.errors import ProtocolError
@@ -21,7 +21,7 @@ from cleave.protocol import messages
 from cleave.protocol.frames import Buffer
 from cleave.protocol.numbers import NumpyCodec
 
-Inbox = Iterable[tuple[messages.Store | messages.Run | messages.Drop, Buffer]]
+Inbox = Iterable[tuple[messages.Store | messages.RunTask | messages.Drop, Buffer]]
 
 
 def replay(inbox: Inbox, kernel: Kernel | None = None) -> Iterator[Matrix]:
@@ -34,11 +34,11 @@ def replay(inbox: Inbox, kernel: Kernel | None = None) -> Iterator[Matrix]:
                 store.write(message, payload)
             case messages.Drop(operands=operands):
                 store.drop(operands)
-            case messages.Run():
+            case messages.RunTask():
                 yield _result(message, store, kernel)
 
 
-def _result(message: messages.Run, store: OperandStore, kernel: Kernel) -> Matrix:
+def _result(message: messages.RunTask, store: OperandStore, kernel: Kernel) -> Matrix:
     task, codec = make_task(message.program, store, kernel), NumpyCodec()
     parts: list[tuple[Rectangle, Matrix]] = []
     while (chunk := task.next_chunk()) is not None:

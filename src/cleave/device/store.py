@@ -9,13 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cleave.core.cost.resident import state_bytes
-from cleave.device.programs.attention import KVCache
-from cleave.device.programs.kernels import Array, Kernel
+from cleave.core.cost.wire import DEVICE_BYTES
+from cleave.device.kernels import Array, Kernel
 from cleave.errors import ProtocolError
 from cleave.protocol.frames import Buffer
 from cleave.protocol.messages import Store as StoreMessage
-
-_ELEMENT_BYTES = 4
 
 
 @dataclass(slots=True)
@@ -35,7 +33,17 @@ class HeldOperand:
 
     @property
     def bytes(self) -> int:
-        return self.rows * self.cols * _ELEMENT_BYTES
+        return self.rows * self.cols * DEVICE_BYTES
+
+
+@dataclass(slots=True)
+class KVCache:
+    """Keys and values of one sequence in one attention: sequence x width, laid out key heads x sequence x head_dim."""
+
+    keys: Array
+    values: Array
+    key_gradients: Array = None
+    value_gradients: Array = None
 
 
 @dataclass(slots=True)
@@ -127,7 +135,7 @@ class OperandStore:
         """Return the accumulator of that number, created as zeros if missing."""
         held = self._operands.get(number)
         if held is None:
-            self._claim(number, rows * cols * _ELEMENT_BYTES)
+            self._claim(number, rows * cols * DEVICE_BYTES)
             held = self._operands[number] = HeldOperand(self._zeros(rows, cols), rows, cols, rows, is_accumulator=True)
             self.used_bytes += held.bytes
         if not held.is_accumulator or (held.rows, held.cols) != (rows, cols):
@@ -151,7 +159,7 @@ class OperandStore:
     def _allocate(self, message: StoreMessage) -> HeldOperand:
         if min(message.rows, message.cols) < 1:
             raise ProtocolError(f"expected an operand of at least 1 x 1, got {message.rows} x {message.cols}")
-        need = message.rows * message.cols * _ELEMENT_BYTES
+        need = message.rows * message.cols * DEVICE_BYTES
         self._require_space(need)
         operand = HeldOperand(self._reuse_or_allocate(message.rows, message.cols, need), message.rows, message.cols)
         self._operands[message.operand] = operand

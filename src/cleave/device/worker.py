@@ -18,8 +18,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from cleave.core.cost.terms import ALLOWANCE_BYTES
+from cleave.device.kernels import Kernel
 from cleave.device.programs.gemm import Chunk
-from cleave.device.programs.kernels import Kernel
 from cleave.device.programs.resident import DeviceTask, make_task
 from cleave.device.store import OperandStore
 from cleave.errors import CleaveError, ConnectionLost, ProtocolError
@@ -29,8 +30,6 @@ from cleave.protocol.messages import AnyMessage
 from cleave.transport.base import Channel
 
 _LEAVE_S = 2.0
-_WORKSPACE_BYTES = 64 << 20
-"""Scratch space for tiles and buffers, on top of the memory offered for operands and results."""
 _CANCELLED_KEPT = 64  # cancelled tasks whose results may still be queued
 _URGENT = -1  # ahead of every result
 _MAX_TASKS = 64  # a sane server keeps far fewer in flight
@@ -61,7 +60,7 @@ class Offer:
 
 @dataclass(slots=True)
 class _ActiveTask:
-    message: messages.Run
+    message: messages.RunTask
     task: DeviceTask
     order: int
     room_bytes: int = 0
@@ -163,7 +162,7 @@ class Worker:
                 except MemoryError:
                     raise ProtocolError("there is less memory than was offered") from None
                 self._work.set()
-            case messages.Run():
+            case messages.RunTask():
                 if len(self._tasks) >= _MAX_TASKS:
                     raise ProtocolError(f"expected at most {_MAX_TASKS} unfinished tasks, got one more")
                 self._order += 1
@@ -173,7 +172,7 @@ class Worker:
                 self._work.set()
             case messages.Drop(operands=operands):
                 self._store.drop(operands)
-            case messages.Cancel(tasks=tasks):
+            case messages.CancelTasks(tasks=tasks):
                 self._cancelled.extend(tasks)
                 for task in tasks:
                     self._forget(task)
@@ -199,7 +198,7 @@ class Worker:
                 await self._work.wait()
                 continue
             try:
-                if active.task.room_bytes > self._offer.memory_bytes + _WORKSPACE_BYTES:
+                if active.task.room_bytes > self._offer.memory_bytes + ALLOWANCE_BYTES:
                     raise MemoryError(f"{active.task.room_bytes} bytes to compute it are more than is offered in all")
                 encoded, took_s = await loop.run_in_executor(thread, _run_timed, chunk, self._kernel, active.message)
             except (MemoryError, RuntimeError) as fault:  # numpy and torch, respectively, when out of memory
@@ -226,7 +225,7 @@ class Worker:
 
     def _next_chunk(self) -> tuple[_ActiveTask | None, Chunk | None]:
         """Pick the most urgent chunk that is ready; none while too many bytes wait for the uplink."""
-        if self._unsent_bytes > self._offer.memory_bytes + _WORKSPACE_BYTES:
+        if self._unsent_bytes > self._offer.memory_bytes + ALLOWANCE_BYTES:
             return None, None
         for active in sorted(self._tasks.values(), key=lambda entry: (entry.message.priority, entry.order)):
             if active.task.only_returns and self._outgoing.qsize() >= _MAX_QUEUED_RESULTS:
@@ -279,7 +278,7 @@ class Worker:
         active.room_bytes = room_bytes
 
 
-def _run_timed(chunk: Chunk, kernel: Kernel, message: messages.Run) -> tuple[NDArray[np.uint8] | None, float]:
+def _run_timed(chunk: Chunk, kernel: Kernel, message: messages.RunTask) -> tuple[NDArray[np.uint8] | None, float]:
     started = time.perf_counter()
     result = chunk.run()
     encoded = None if chunk.part is None else kernel.encode(result, message.format)

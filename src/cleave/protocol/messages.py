@@ -110,7 +110,7 @@ class Store(Message, frozen=True, kw_only=True):
     strip_rows: int
 
 
-class Run(Message, frozen=True, kw_only=True):
+class RunTask(Message, frozen=True, kw_only=True, tag="run"):
     """Run a task whose operands were sent or will follow. Lower `priority` goes first; results come in `format`."""
 
     task: int
@@ -125,7 +125,7 @@ class Drop(Message, frozen=True, kw_only=True):
     operands: tuple[int, ...]
 
 
-class Cancel(Message, frozen=True, kw_only=True):
+class CancelTasks(Message, frozen=True, kw_only=True, tag="cancel"):
     """Abandon tasks that other devices finished first. Results already in flight are discarded without blame."""
 
     tasks: tuple[int, ...]
@@ -145,7 +145,7 @@ class Bye(Message, frozen=True, kw_only=True):
 
 
 FromDevice = Hello | Probed | Result | Failed | Leaving
-FromServer = Welcome | Refused | Probe | Store | Run | Drop | Cancel | Idle | Bye
+FromServer = Welcome | Refused | Probe | Store | RunTask | Drop | CancelTasks | Idle | Bye
 AnyMessage = FromDevice | FromServer
 
 _encoder = msgspec.msgpack.Encoder()

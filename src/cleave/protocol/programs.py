@@ -22,7 +22,7 @@ Layout = Literal["nt", "nn", "tn"]
 """How the stored operands enter the product: nt A B^T, nn A B, tn A^T B. No side ever transposes a copy."""
 
 
-class Gemm(msgspec.Struct, frozen=True, kw_only=True, tag_field="program", tag="gemm"):
+class GemmProgram(msgspec.Struct, frozen=True, kw_only=True, tag_field="program", tag="gemm"):
     """The sum over terms of op(a) op(b): one block of a product whose inner side may be several operands end to end."""
 
     layout: Layout
@@ -90,13 +90,13 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True, tag_field="program", tag="
     operands: tuple[int, ...]
 
 
-Program = Gemm | Forward | Backward | Collect | Hold
+Program = GemmProgram | Forward | Backward | Collect | Hold
 
 
 def operands(program: Program) -> tuple[int, ...]:
     """What must have been sent before it can run, weights last; states and accumulators are a device's own."""
     match program:
-        case Gemm(terms=terms):
+        case GemmProgram(terms=terms):
             return tuple(operand for term in terms for operand in term)
         case Collect():
             return ()

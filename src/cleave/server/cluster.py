@@ -31,21 +31,21 @@ from cleave.core.schedule.tasks import DeviceId
 from cleave.core.verify.trust import Policy
 from cleave.errors import FleetGoneError
 from cleave.protocol.numbers import Codec, Matrix, NumpyCodec
-from cleave.server.activations import Batched
 from cleave.server.admission.tokens import Keys
-from cleave.server.audit_case import Replay
-from cleave.server.audits import Audits, AuditTotals
+from cleave.server.contract import Run, RunSubmitted
 from cleave.server.driver import Driver
 from cleave.server.engine import Engine
 from cleave.server.fleet_view import FleetView
-from cleave.server.gemm_results import Checker, GemmResults
-from cleave.server.gemm_run import GemmRun
+from cleave.server.gemm.product import Product
+from cleave.server.gemm.results import Checker, GemmResults
+from cleave.server.gemm.run import GemmRun
 from cleave.server.operands import Tensor
 from cleave.server.planning import Planning, Snapshot
-from cleave.server.products import Product
-from cleave.server.resident_results import ResidentResults
-from cleave.server.resident_run import ResidentRun
-from cleave.server.run import Run, RunSubmitted
+from cleave.server.resident.activations import Batched
+from cleave.server.resident.audit_case import Replay
+from cleave.server.resident.audits import Audits, AuditTotals
+from cleave.server.resident.results import ResidentResults
+from cleave.server.resident.run import ResidentRun
 from cleave.server.vacancy import StandIn
 from cleave.transport.base import Channel
 

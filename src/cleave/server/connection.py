@@ -32,9 +32,9 @@ from cleave.core.schedule.tasks import (
 from cleave.errors import CleaveError, ConnectionLost, ProtocolError
 from cleave.protocol import messages
 from cleave.server.admission.tokens import Keys
+from cleave.server.contract import Arrived, EngineEvent, run_of
 from cleave.server.operands import Operands
 from cleave.server.outbox import URGENT, Meter, Outbox, Sending
-from cleave.server.run import Arrived, EngineEvent, run_of
 from cleave.transport.base import Channel, Received
 
 _GOODBYE_S = 2.0
@@ -106,7 +106,7 @@ class Connection:
         if task.id in self._outbox.sending:
             self._outbox.sending[task.id].is_cancelled = True
         else:
-            cancel = messages.Cancel(tasks=(task.id,))
+            cancel = messages.CancelTasks(tasks=(task.id,))
             self._outbox.put(URGENT, [(cancel, b"")], lambda: self._post(CancelSent(self.device, task.id)))
 
     def resend(self, operands: tuple[OperandId, ...]) -> None:

@@ -18,9 +18,9 @@ from cleave.core.schedule.ledger import TICK_S
 from cleave.core.schedule.members import STAND_IN
 from cleave.core.schedule.tasks import (
     Cancel,
+    DeviceAdded,
     DeviceId,
-    DeviceJoined,
-    DeviceLeft,
+    DeviceRemoved,
     Forget,
     OperandId,
     OperandsReleased,
@@ -33,10 +33,7 @@ from cleave.protocol.numbers import Codec
 from cleave.server.admission.handshake import joined, welcome
 from cleave.server.admission.tokens import Keys
 from cleave.server.connection import Connection, Disconnected
-from cleave.server.engine import Engine
-from cleave.server.operands import Operands
-from cleave.server.pool import Pool
-from cleave.server.run import (
+from cleave.server.contract import (
     Action,
     Audit,
     AuditEnded,
@@ -58,6 +55,9 @@ from cleave.server.run import (
     WaitedInVain,
     run_of,
 )
+from cleave.server.engine import Engine
+from cleave.server.operands import Operands
+from cleave.server.pool import Pool
 from cleave.server.vacancy import StandIn, Vacancy
 from cleave.transport.base import Channel
 
@@ -241,7 +241,7 @@ class Driver:
                 )
                 self._connections[connection.device] = connection
                 self._listener(joined(member))
-                self.post(DeviceJoined(connection.device, member.memory_bytes, member.pace))
+                self.post(DeviceAdded(connection.device, member.memory_bytes, member.pace))
                 if STAND_IN in self._connections and connection.device != STAND_IN:
                     self.disconnect(DeviceId(STAND_IN), "a device is there again", rejoin=False)
                 self._notify()
@@ -272,7 +272,7 @@ class Driver:
         self._gone_up += channel.received_bytes
         del self._connections[device]
         self._listener(events.DeviceLeft(device=device, reason=reason, lost_tasks=lost))
-        self.post(DeviceLeft(device))
+        self.post(DeviceRemoved(device))
         self._notify()
 
     def _notify(self) -> None:

@@ -21,9 +21,9 @@ from cleave.core.schedule.tasks import (
     Accept,
     Back,
     Command,
+    DeviceAdded,
     DeviceId,
-    DeviceJoined,
-    DeviceLeft,
+    DeviceRemoved,
     Event,
     Hedge,
     Late,
@@ -36,7 +36,7 @@ from cleave.core.schedule.tasks import (
     TaskId,
 )
 from cleave.errors import CleaveError, ProtocolError, WrongResult
-from cleave.server.run import (
+from cleave.server.contract import (
     Action,
     Arrived,
     AuditEnded,
@@ -139,10 +139,10 @@ class Engine:
                 self._end(run)
             case Blame(device, reason):
                 self._blame(device, reason)
-            case DeviceJoined():
+            case DeviceAdded():
                 self._decide(item)
                 self._resume()
-            case DeviceLeft(device):
+            case DeviceRemoved(device):
                 self._leave(device)
             case TaskFailed(device):
                 self._decide(item, blamed=device)
@@ -252,7 +252,7 @@ class Engine:
 
     def _leave(self, device: DeviceId) -> None:
         self.roster.remove(device)
-        self._decide(DeviceLeft(device), blamed=device)
+        self._decide(DeviceRemoved(device), blamed=device)
         for key in [key for key in self._checking if key[0] == device]:
             del self._checking[key]
         if self._exclusive is not None:

@@ -18,7 +18,7 @@ from cleave.core.schedule.ledger import Ledger
 from cleave.core.schedule.members import Roster
 from cleave.core.schedule.tasks import DeviceId
 from cleave.errors import InfeasibleError
-from cleave.server.products import Cut
+from cleave.server.operands import Cut
 
 _CANDIDATES = 16
 """Devices of each kind that are considered for a lost block."""

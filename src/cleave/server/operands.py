@@ -28,7 +28,7 @@ Range = tuple[int, int]
 
 
 class Tensor:
-    """A matrix with an identity; made by `Staging.tensor`."""
+    """A matrix with an identity; made by `Operands.tensor`."""
 
     __slots__ = ("__weakref__", "_encoded", "_matrix", "cols", "format", "rows", "slices")
 
@@ -74,6 +74,14 @@ class Tensor:
         return values
 
 
+class Cut(NamedTuple):
+    """A slice that may not have an identity yet."""
+
+    tensor: Tensor
+    rows: Range
+    cols: Range
+
+
 class Slice(NamedTuple):
     operand: Operand
     tensor: weakref.ref[Tensor]
@@ -104,7 +112,7 @@ class Slice(NamedTuple):
 
 
 class Operands:
-    """Gives identities. `slice` and `made` belong to the dispatcher's thread, `tensor` to any."""
+    """Gives identities. `slice` and `made` belong to the event loop's thread, `tensor` to any."""
 
     def __init__(self, codec: Codec, released: Callable[[tuple[OperandId, ...]], None]) -> None:
         self._codec = codec

@@ -12,7 +12,7 @@ from cleave.core.schedule.tasks import OperandId, TaskId
 from cleave.protocol import messages
 from cleave.protocol.frames import Buffer
 from cleave.protocol.messages import AnyMessage
-from cleave.protocol.programs import Gemm
+from cleave.protocol.programs import GemmProgram
 from cleave.transport.base import Channel
 
 URGENT = -1
@@ -65,7 +65,7 @@ class Sending:
     device need goes on; `unsent` are the operands that were left out.
     """
 
-    def __init__(self, run: messages.Run, operands: list[tuple[OperandId, Strips]], needed: Needed) -> None:
+    def __init__(self, run: messages.RunTask, operands: list[tuple[OperandId, Strips]], needed: Needed) -> None:
         self._run, self._needed = run, needed
         self._operands = operands
         self._was_announced = False
@@ -77,12 +77,12 @@ class Sending:
             self._was_announced = True
             yield self._run, b""
         turns = [self._operands]
-        if isinstance(self._run.program, Gemm) and self._run.program.layout == "nn":
+        if isinstance(self._run.program, GemmProgram) and self._run.program.layout == "nn":
             turns = [[operand] for operand in reversed(self._operands)]
         for operands in turns:
             yield from self._in_turn(list(operands))
         if self.is_cancelled and self._was_announced:
-            yield messages.Cancel(tasks=(self._run.task,)), b""
+            yield messages.CancelTasks(tasks=(self._run.task,)), b""
 
     def _in_turn(self, operands: list[tuple[OperandId, Strips]]) -> Iterator[tuple[AnyMessage, Buffer]]:
         while operands:

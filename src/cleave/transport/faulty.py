@@ -20,9 +20,9 @@ import numpy as np
 from cleave.errors import InputError
 from cleave.protocol import messages
 from cleave.protocol.frames import Buffer, parts
-from cleave.protocol.messages import AnyMessage, Cancel, Drop, Failed, Hello, Probed, Result, Run, Store
+from cleave.protocol.messages import AnyMessage, CancelTasks, Drop, Failed, Hello, Probed, Result, RunTask, Store
 from cleave.protocol.numbers import NumpyCodec
-from cleave.protocol.programs import Backward, Collect, Forward, Gemm, Hold, Program, operands
+from cleave.protocol.programs import Backward, Collect, Forward, GemmProgram, Hold, Program, operands
 from cleave.transport.base import Channel, Received
 
 Kind = Literal[
@@ -239,17 +239,17 @@ class _PhaseTracker:
             case Store(operand=operand, rows=rows, cols=cols, strip_rows=strip_rows):
                 self._shapes[operand] = rows, cols
                 self._missing_rows[operand] = self._missing_rows.get(operand, rows) - strip_rows
-            case Run(task=task, program=program):
+            case RunTask(task=task, program=program):
                 self._waiting[task] = set(operands(program))
                 self._unanswered[task] = program
             case Drop(operands=dropped):
                 for operand in dropped:
                     self._missing_rows.pop(operand, None)
-            case Cancel(tasks=tasks):
+            case CancelTasks(tasks=tasks):
                 self._forget(*tasks)
             case _:
                 pass
-        if isinstance(message, Store | Run):
+        if isinstance(message, Store | RunTask):
             arrived = {operand for operand, missing in self._missing_rows.items() if missing <= 0}
             ready = [task for task, awaited in self._waiting.items() if awaited <= arrived]
             for task in ready:
@@ -285,7 +285,7 @@ class _PhaseTracker:
 def _result_elements(program: Program, shapes: dict[int, tuple[int, int]]) -> int:
     """Elements of the result."""
     match program:
-        case Gemm() | Collect():
+        case GemmProgram() | Collect():
             return program.rows * program.cols
         case Forward(is_silent=True) | Backward(wants_dx=False) | Hold():
             return 1

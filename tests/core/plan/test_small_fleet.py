@@ -17,7 +17,7 @@ from cleave.core.cost.terms import live_terms
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.sublayers import Sublayer, SublayerKind
 from cleave.core.plan.resident.small_fleet import plan_columns
-from cleave.core.plan.resident.stages import Draft, ResidentPlan, Setting, judge
+from cleave.core.plan.resident.stages import Draft, Problem, ResidentPlan, judge
 from cleave.errors import InfeasibleError, InputError
 
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -120,7 +120,7 @@ def test_any_plan_is_sound(
 @given(some_fleets, st.integers(1, 3), st.integers(1, 12))
 def test_no_device_alone_and_no_data_parallel_is_faster(fleet: Profiles, layers: int, sequences: int) -> None:
     sublayers = model(layers)
-    setting = Setting(
+    problem = Problem(
         sums=sum_up(sublayers, hidden=H, sequence=S, terms=live_terms("bf16")),
         sequences=sequences,
         profiles=fleet,
@@ -129,7 +129,7 @@ def test_no_device_alone_and_no_data_parallel_is_faster(fleet: Profiles, layers:
     )
     everyone = tuple(range(len(fleet)))
     ways = [(device,) for device in everyone] + [everyone]
-    simple = [judge(setting, [Draft(0, len(sublayers), (way,))], 64) for way in ways]
+    simple = [judge(problem, [Draft(0, len(sublayers), (way,))], 64) for way in ways]
     feasible = [plan.step_s for plan in simple if plan is not None]
     if feasible:
         assert planned(fleet, sublayers, sequences).step_s <= min(feasible) * 1.001
@@ -164,7 +164,7 @@ def test_where_memory_holds_few_sequences_at_once_they_go_in_turn() -> None:
     least = shard_costs(layers, np.array([0, 4]), np.array([4, 5]), np.array([1, 1]), chunk=64).memory_bytes.max()
 
     def of(memory: float) -> ResidentPlan:
-        setting = Setting(
+        problem = Problem(
             sums=layers,
             sequences=16,
             profiles=equal(2, memory=memory),
@@ -172,7 +172,7 @@ def test_where_memory_holds_few_sequences_at_once_they_go_in_turn() -> None:
             medium_bytes_per_s=inf,
         )
         halves = [Draft(4 * n, 4 + n, ((n,),)) for n in (0, 1)]
-        plan = judge(setting, halves, 64)
+        plan = judge(problem, halves, 64)
         assert plan is not None
         return plan
 

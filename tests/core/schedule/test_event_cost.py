@@ -14,10 +14,10 @@ from cleave.core.schedule.ledger import TICK_S, Ledger
 from cleave.core.schedule.members import Roster
 from cleave.core.schedule.tasks import (
     CancelSent,
+    DeviceAdded,
     DeviceAnswered,
     DeviceId,
-    DeviceJoined,
-    DeviceLeft,
+    DeviceRemoved,
     Event,
     GroupsAbandoned,
     Operand,
@@ -61,7 +61,7 @@ def busy_ledger(devices: int) -> Ledger:
     """All devices run two tasks; the first is faster and so is late first."""
     ledger = Ledger()
     for number in range(devices):
-        ledger.handle(DeviceJoined(device(number), 1000, PACE), 0.0)
+        ledger.handle(DeviceAdded(device(number), 1000, PACE), 0.0)
     for number in range(devices):
         shared = (SHARED,) if number < SMALL and number % 4 == 0 else ()
         tasks = (unit(2 * number, number, *shared), unit(2 * number + 1, number))
@@ -94,8 +94,8 @@ def bytecodes(action: Callable[[], object]) -> int:
 EVENTS: dict[str, tuple[Event, float]] = {
     "an operand is released": (OperandsReleased((SHARED.id,)), 0.35),
     "a tick with nothing due": (Tick(), 0.4),
-    "a device joins": (DeviceJoined(DeviceId("new"), 1000, PACE), 0.35),
-    "a device leaves": (DeviceLeft(device(3)), 0.35),
+    "a device joins": (DeviceAdded(DeviceId("new"), 1000, PACE), 0.35),
+    "a device leaves": (DeviceRemoved(device(3)), 0.35),
     "a result arrives": (ResultArrived(device(3), TaskId(6), unit(6, 3).whole), 0.35),
     "tasks are submitted": (TasksSubmitted((unit(9999, 3), unit(9998, 5))), 0.35),
     "a heartbeat is answered": (DeviceAnswered(device(3)), 0.35),

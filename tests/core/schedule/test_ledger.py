@@ -37,10 +37,10 @@ from cleave.core.schedule.tasks import (
     Cancel,
     CancelSent,
     Command,
+    DeviceAdded,
     DeviceAnswered,
     DeviceId,
-    DeviceJoined,
-    DeviceLeft,
+    DeviceRemoved,
     Event,
     Forget,
     GroupsAbandoned,
@@ -197,7 +197,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def joins(self, name: DeviceId, memory: int) -> None:
         if name not in self.twin.stays:
             self.twin.stays[name] = Stay(memory)
-            assert self.tell(DeviceJoined(name, memory, PACE)) == []
+            assert self.tell(DeviceAdded(name, memory, PACE)) == []
 
     @rule(name=st.sampled_from(NAMES), data=st.data())
     def leaves(self, name: DeviceId, data: st.DataObject) -> None:
@@ -206,7 +206,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     def part(self, name: DeviceId) -> None:
         self.twin.leave(name)
-        assert all(isinstance(command, Orphan) for command in self.tell(DeviceLeft(name)))
+        assert all(isinstance(command, Orphan) for command in self.tell(DeviceRemoved(name)))
 
     @rule(name=st.sampled_from(NAMES))
     def answers_a_probe(self, name: DeviceId) -> None:
@@ -460,7 +460,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """Once all remaining work is done, every element was accepted once and nothing is held."""
         self.data = None
         self.twin.stays[LAST] = Stay(10**6)
-        self.tell(DeviceJoined(LAST, 10**6, PACE))
+        self.tell(DeviceAdded(LAST, 10**6, PACE))
         while self.cancels or self.twin.regions or self.parked:
             while self.cancels:
                 task, sent = self.cancels.pop()

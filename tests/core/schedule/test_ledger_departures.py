@@ -10,8 +10,8 @@ from cleave.core.schedule.rectangles import Rectangle
 from cleave.core.schedule.tasks import (
     Cancel,
     CancelSent,
-    DeviceJoined,
-    DeviceLeft,
+    DeviceAdded,
+    DeviceRemoved,
     GroupsAbandoned,
     Orphan,
     Refuse,
@@ -28,8 +28,8 @@ def test_a_departed_devices_blocks_are_orphaned_at_once_and_finished_parts_are_k
     begun, waiting, elsewhere = task(1, X, W), task(2, operand(3, 25)), task(3, X, device=BOB)
     server.submit(begun, waiting, elsewhere)
     assert server.result(begun, TOP) == [taken(begun, TOP, finished=False)]
-    assert server.tell(DeviceLeft(ANN)) == [Orphan(begun, (BOTTOM,), True), Orphan(waiting, (WHOLE,), True)]
-    assert server.tell(DeviceLeft(ANN)) == []
+    assert server.tell(DeviceRemoved(ANN)) == [Orphan(begun, (BOTTOM,), True), Orphan(waiting, (WHOLE,), True)]
+    assert server.tell(DeviceRemoved(ANN)) == []
     assert server.result(elsewhere) == [taken(elsewhere)]
     assert not server.ledger.is_busy
 
@@ -38,7 +38,7 @@ def test_the_parts_around_a_returned_rectangle_are_still_missing() -> None:
     server = Server(ann=34)
     server.submit(one := task(1, X))
     server.result(one, Rectangle(0, 1, 1, 2))
-    orphan = only(server.tell(DeviceLeft(ANN)), Orphan)
+    orphan = only(server.tell(DeviceRemoved(ANN)), Orphan)
     assert set(orphan.missing) == {Rectangle(0, 1, 0, 1), Rectangle(0, 1, 2, 3), Rectangle(1, 2, 0, 3)}
 
 
@@ -56,9 +56,9 @@ def test_a_device_that_rejoins_starts_with_nothing() -> None:
     server = Server(ann=100)
     server.submit(one := task(1, X))
     server.tell(GroupsAbandoned((one.group,)))
-    server.tell(DeviceLeft(ANN))
+    server.tell(DeviceRemoved(ANN))
     assert not server.ledger.holds(ANN, X.id)
-    server.tell(DeviceJoined(ANN, 100, QUICK))
+    server.tell(DeviceAdded(ANN, 100, QUICK))
     assert server.tell(CancelSent(ANN, one.id, (X.id,))) == [], "that was about its former connection"
     again = task(2, X)
     assert server.submit(again) == [Start(again, (X.id,))]
@@ -80,7 +80,7 @@ def test_a_group_is_open_until_its_last_region_is_finished() -> None:
 def test_a_group_whose_work_is_all_orphaned_is_not_open() -> None:
     server = Server(ann=100)
     server.submit(replace(task(1, X), group="run"))
-    server.tell(DeviceLeft(ANN))
+    server.tell(DeviceRemoved(ANN))
     assert not server.ledger.is_open("run")
 
 

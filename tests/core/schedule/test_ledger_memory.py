@@ -9,7 +9,7 @@ from cleave.core.schedule.device_queue import IN_FLIGHT
 from cleave.core.schedule.tasks import (
     Cancel,
     CancelSent,
-    DeviceLeft,
+    DeviceRemoved,
     Forget,
     GroupsAbandoned,
     OperandId,
@@ -75,7 +75,7 @@ def test_a_released_operand_is_dropped_by_all_its_holders() -> None:
     assert set(server.ledger.holders(X.id)) == {ANN, BOB}
     assert server.tell(OperandsReleased((X.id,))) == [Forget(ANN, (X.id,)), Forget(BOB, (X.id,))]
     assert set(server.ledger.holders(X.id)) == set()
-    server.tell(DeviceLeft(ANN))
+    server.tell(DeviceRemoved(ANN))
     assert set(server.ledger.holders(W.id)) == {BOB}
 
 

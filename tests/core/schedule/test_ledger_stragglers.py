@@ -31,10 +31,10 @@ from cleave.core.schedule.tasks import (
     Back,
     Cancel,
     CancelSent,
+    DeviceAdded,
     DeviceAnswered,
-    DeviceJoined,
-    DeviceLeft,
     DeviceMoved,
+    DeviceRemoved,
     GroupsAbandoned,
     Hedge,
     Late,
@@ -182,7 +182,7 @@ def test_a_late_device_keeps_its_tasks_until_a_healthy_one_joins() -> None:
     assert server.wait(1.0) == [Late(ANN)]
     assert server.wait(1.0) == []
     assert server.ledger.unfinished(ANN) == 2
-    server.tell(DeviceJoined(BOB, 100, QUICK))
+    server.tell(DeviceAdded(BOB, 100, QUICK))
     assert server.wait(0.1) == [Orphan(waiting, (WHOLE,), True), Hedge(running, (WHOLE,))], "now that bob can take them"
 
 
@@ -220,7 +220,7 @@ def test_the_late_devices_are_known() -> None:
     assert late == set()
     server.submit(task(2, X))
     server.wait(1.0)
-    server.tell(DeviceLeft(ANN))
+    server.tell(DeviceRemoved(ANN))
     assert late == set(), "a departed device is not late"
 
 
@@ -234,7 +234,7 @@ def test_a_cancelled_task_makes_no_device_late() -> None:
 def test_a_result_in_too_many_scattered_pieces_is_refused() -> None:
     ledger = Ledger()
     task = Task(id=TaskId(1), device=ANN, priority=0, operands=(), rows=400, cols=1, result_bytes=0)
-    ledger.handle(DeviceJoined(ANN, 10, PACE), 0.0)
+    ledger.handle(DeviceAdded(ANN, 10, PACE), 0.0)
     ledger.handle(TasksSubmitted((task,)), 0.0)
     answers = [ledger.wanted(ANN, task.id, Rectangle(row, row + 1, 0, 1)) for row in range(1, 3)]
     assert answers == [task, task]
@@ -249,7 +249,7 @@ def test_a_result_in_too_many_scattered_pieces_is_refused() -> None:
 def test_a_device_whose_bytes_move_is_given_more_time() -> None:
     ledger = Ledger()
     task = Task(id=TaskId(1), device=ANN, priority=0, operands=(), rows=4, cols=1, result_bytes=0)
-    ledger.handle(DeviceJoined(ANN, 10, PACE), 0.0)
+    ledger.handle(DeviceAdded(ANN, 10, PACE), 0.0)
     ledger.handle(TasksSubmitted((task,)), 0.0)
     now = 0.0
     while not any(isinstance(command, Overdue) for command in ledger.handle(Tick(), now)):
@@ -311,7 +311,7 @@ def test_a_straggler_whose_remaining_part_came_from_others_is_cancelled() -> Non
 def test_when_the_hedges_device_leaves_the_straggler_goes_on() -> None:
     quick = task(2, X, device=BOB, of=1)
     server, slow = hedged(quick)
-    assert server.tell(DeviceLeft(BOB)) == [], "the straggler still runs it"
+    assert server.tell(DeviceRemoved(BOB)) == [], "the straggler still runs it"
     assert server.wait(1.0) == [Hedge(slow, (WHOLE,))], "and it is hedged again"
     assert server.result(slow) == [taken(slow), Back(ANN)]
 
@@ -319,7 +319,7 @@ def test_when_the_hedges_device_leaves_the_straggler_goes_on() -> None:
 def test_when_the_straggler_leaves_the_hedge_goes_on() -> None:
     quick = task(2, X, device=BOB, of=1, at=TOP)
     server, slow = hedged(quick)
-    assert server.tell(DeviceLeft(ANN)) == [Orphan(slow, (BOTTOM,), False)], "the hedge covers the top"
+    assert server.tell(DeviceRemoved(ANN)) == [Orphan(slow, (BOTTOM,), False)], "the hedge covers the top"
     assert server.result(quick) == [taken(quick, quick.whole)]
 
 
@@ -327,7 +327,7 @@ def test_when_straggler_and_hedge_leave_every_element_is_orphaned_once() -> None
     quick = task(2, X, device=BOB, of=1, at=TOP)
     for first, second in ((ANN, BOB), (BOB, ANN)):
         server, slow = hedged(quick)
-        commands = server.tell(DeviceLeft(first)) + server.tell(DeviceLeft(second))
+        commands = server.tell(DeviceRemoved(first)) + server.tell(DeviceRemoved(second))
         lost = [part.moved(c.task.top, 0) for c in commands if isinstance(c, Orphan) for part in c.missing]
         assert sum(part.area for part in lost) == WHOLE.area
         assert all(one.bottom <= other.top or other.bottom <= one.top for one, other in combinations(lost, 2))
@@ -398,7 +398,7 @@ def test_tasks_bound_to_a_late_device_stay_there_and_others_move() -> None:
 def test_bound_tasks_of_a_departed_device_are_orphaned() -> None:
     server = Server(ann=100, bob=100)
     server.submit(one := task(1, X, is_bound=True))
-    assert server.tell(DeviceLeft(ANN)) == [Orphan(one, (WHOLE,), True)]
+    assert server.tell(DeviceRemoved(ANN)) == [Orphan(one, (WHOLE,), True)]
 
 
 def test_a_bound_task_that_misses_its_deadline_makes_its_device_overdue() -> None:

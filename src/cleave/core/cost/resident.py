@@ -179,7 +179,6 @@ class ShardCosts:
 
     params: Floats
     trained: Floats
-    forward_flops_per_row: Floats
     flops_per_row: Floats
     """forward and backward"""
     down_bytes_per_row: Floats
@@ -237,7 +236,6 @@ def shard_costs(of: SublayerSums, first: Ints, count: Ints, slices: Ints, *, chu
     return ShardCosts(
         params=params,
         trained=trained,
-        forward_flops_per_row=forward,
         flops_per_row=forward + backward_flops(products),
         down_bytes_per_row=row_bytes + np.where(has_head, TARGET_BYTES + LOGSUMEXP_BYTES, row_bytes),
         up_bytes_per_row=row_bytes + np.where(has_head, LOGSUMEXP_BYTES, row_bytes),

@@ -38,11 +38,11 @@ from cleave.core.schedule.tasks import (
     Cancel,
     CancelSent,
     Command,
+    DeviceAdded,
     DeviceAnswered,
     DeviceId,
-    DeviceJoined,
-    DeviceLeft,
     DeviceMoved,
+    DeviceRemoved,
     Event,
     Forget,
     GroupsAbandoned,
@@ -146,13 +146,13 @@ class Ledger:
     def handle(self, event: Event, now: float) -> list[Command]:
         time = self._time(now)
         match event:
-            case DeviceJoined(device, memory_bytes, pace):
+            case DeviceAdded(device, memory_bytes, pace):
                 return self._join(device, memory_bytes, pace)
             case PaceMeasured(device, pace):
                 if device in self._queues:
                     self._queues[device].pace = pace
                 return []
-            case DeviceLeft(device):
+            case DeviceRemoved(device):
                 return self._leave(device)
             case DeviceAnswered(device):
                 return self._recover(device, time)

@@ -75,7 +75,7 @@ class Task:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceJoined:
+class DeviceAdded:
     device: DeviceId
     memory_bytes: int
     pace: Pace
@@ -88,7 +88,7 @@ class PaceMeasured:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceLeft:
+class DeviceRemoved:
     device: DeviceId
 
 
@@ -158,9 +158,9 @@ class Tick:
 
 
 Event = (
-    DeviceJoined
+    DeviceAdded
     | PaceMeasured
-    | DeviceLeft
+    | DeviceRemoved
     | DeviceAnswered
     | DeviceMoved
     | TasksSubmitted

@@ -3,7 +3,7 @@
 Products are verified by projection (`products.py`); the output of several layers can only be recomputed. This module
 has the audit probability and the comparison: two results of the same program over the same operands, both rounded for
 the wire, may differ only as far as the summation order in fp32 explains. Knows no devices and no programs, which
-`server/audits.py` runs. docs/verification.md has the derivation and measurements.
+`server/resident/audits.py` runs. docs/verification.md has the derivation and measurements.
 """
 
 from __future__ import annotations

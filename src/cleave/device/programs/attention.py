@@ -8,11 +8,10 @@ in small tiles, for as many key heads at once as fit; keys that no row of a tile
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from cleave.core.model.decoder import Attention, Weight
-from cleave.device.programs.kernels import Array
+from cleave.device.kernels import Array
 from cleave.device.programs.linear import (
     Scope,
     add_gradients,
@@ -24,22 +23,13 @@ from cleave.device.programs.linear import (
     normalize_back,
     out_width,
 )
+from cleave.device.store import KVCache
 
 _MAX_TILE_ROWS = 128
 """A taller tile would compute too many scores beyond the diagonal in vain."""
 _MIN_TILE_ROWS = 16
 _MASKED = -1e30
 """Added to the score of a masked key. A row whose scores are all this low attends to nothing."""
-
-
-@dataclass(slots=True)
-class KVCache:
-    """Keys and values of one sequence in one attention: sequence x width, laid out key heads x sequence x head_dim."""
-
-    keys: Array
-    values: Array
-    key_gradients: Array = None
-    value_gradients: Array = None
 
 
 class _Band(NamedTuple):

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from cleave.core.model.decoder import Attention, Head, Mlp, Norm, Part, Weight
-from cleave.device.programs.kernels import Array, Kernel
+from cleave.device.kernels import Array, Kernel
 from cleave.device.programs.linear import Scope
 from cleave.device.programs.shards import DeviceShard
 from cleave.device.store import HeldOperand, OperandStore

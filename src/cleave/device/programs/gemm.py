@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cleave.core.schedule.rectangles import Rectangle
-from cleave.device.programs.kernels import Array, Kernel
+from cleave.device.kernels import Array, Kernel
 from cleave.device.store import HeldOperand, OperandStore
 from cleave.errors import ProtocolError
 from cleave.protocol.messages import CHECKED_COLUMNS
-from cleave.protocol.programs import Gemm
+from cleave.protocol.programs import GemmProgram
 
 _RESULT_ELEMENTS = 1 << 20  # about 4 MB: one part of a payload
 _MIN_SIDE = 512
@@ -38,7 +38,7 @@ class Chunk:
 class GemmTask:
     """A block of a product; see `DeviceTask`."""
 
-    def __init__(self, program: Gemm, store: OperandStore, kernel: Kernel) -> None:
+    def __init__(self, program: GemmProgram, store: OperandStore, kernel: Kernel) -> None:
         self._program, self._store, self._kernel = program, store, kernel
         self._done_rows = self._done_cols = self._done_inner = 0
         self._pending: list[Rectangle] = []
@@ -152,7 +152,7 @@ def _strips(whole: Rectangle) -> Iterator[Rectangle]:
             yield Rectangle(top, min(top + height, whole.bottom), left, right)
 
 
-def _check_shapes(program: Gemm, pairs: list[tuple[HeldOperand, HeldOperand]]) -> None:
+def _check_shapes(program: GemmProgram, pairs: list[tuple[HeldOperand, HeldOperand]]) -> None:
     if not pairs:
         raise ProtocolError("expected a block of at least one term, got none; the server is at fault")
     for a, b in pairs:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from cleave.core.model.decoder import Head
-from cleave.device.programs.kernels import Array
+from cleave.device.kernels import Array
 from cleave.device.programs.linear import (
     Scope,
     add_gradients,

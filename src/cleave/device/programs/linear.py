@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from cleave.core.model.decoder import Norm, Weight
-from cleave.device.programs.kernels import Array, Kernel
+from cleave.device.kernels import Array, Kernel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from cleave.core.model.decoder import Activation, Mlp, Weight
-from cleave.device.programs.kernels import Array, Kernel
+from cleave.device.kernels import Array, Kernel
 from cleave.device.programs.linear import (
     Scope,
     add_gradients,

@@ -13,13 +13,13 @@ import numpy as np
 
 from cleave.core.model.decoder import Attention
 from cleave.core.schedule.rectangles import Rectangle
+from cleave.device.kernels import Array, Kernel
 from cleave.device.programs import shards
 from cleave.device.programs.binding import Bound, bind, check_program
 from cleave.device.programs.gemm import Chunk, GemmTask, bands
-from cleave.device.programs.kernels import Array, Kernel
 from cleave.device.store import OperandStore, State
 from cleave.errors import ProtocolError
-from cleave.protocol.programs import Backward, Collect, Forward, Gemm, Hold, Program
+from cleave.protocol.programs import Backward, Collect, Forward, GemmProgram, Hold, Program
 
 _EMPTY_RESULT_SHAPE = 1, 1
 """Shape of a result that only signals completion."""
@@ -49,7 +49,7 @@ class DeviceTask(Protocol):
 
 def make_task(program: Program, store: OperandStore, kernel: Kernel) -> DeviceTask:
     match program:
-        case Gemm():
+        case GemmProgram():
             return GemmTask(program, store, kernel)
         case Forward() | Backward():
             return ShardTask(program, store, kernel)

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cleave.core.model.decoder import Attention, Head, Mlp, Part
+from cleave.device.kernels import Array
 from cleave.device.programs import attention, head, mlp
-from cleave.device.programs.attention import KVCache
-from cleave.device.programs.kernels import Array
 from cleave.device.programs.linear import Scope
+from cleave.device.store import KVCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Bools, Floats, Ints, Profiles
 from cleave.core.model.sublayers import Sublayer
 from cleave.core.plan.resident.search import Search
-from cleave.core.plan.resident.stages import Draft, ResidentPlan, Setting, drafts, judge, paces, share_rows
+from cleave.core.plan.resident.stages import Draft, Problem, ResidentPlan, drafts, judge, paces, share_rows
 from cleave.errors import InfeasibleError, InputError
 
 CHUNKS = (16, 32, 64, 128, 256)
@@ -59,7 +59,7 @@ def plan_columns(
             f"expected sublayers, hidden numbers, sequences and chunks from 1 up, got {len(sublayers)} sublayers, "
             f"hidden {hidden}, {sequences} sequences of {sequence}, chunks {tuple(chunks)}; give a model and a batch"
         )
-    setting = Setting(
+    problem = Problem(
         sums=sum_up(sublayers, hidden=hidden, sequence=sequence, terms=live_terms(wire)),
         sequences=sequences,
         profiles=profiles,
@@ -68,46 +68,46 @@ def plan_columns(
         cores=cores,
     )
     sizes = sorted({min(chunk, sequence) for chunk in chunks})
-    standing = _again(setting, previous)
-    best = _best(setting, sizes)
+    standing = _again(problem, previous)
+    best = _best(problem, sizes)
     if best is None:
-        raise InfeasibleError(_why_not(setting, sizes[0]))
+        raise InfeasibleError(_why_not(problem, sizes[0]))
     if standing is not None and best.step_s > standing.step_s * _WORTH_MOVING:
         return standing
     return best
 
 
-def _again(setting: Setting, previous: ResidentPlan | None) -> ResidentPlan | None:
-    if previous is None or sum(stage.count for stage in previous.stages) != len(setting.sums):
+def _again(problem: Problem, previous: ResidentPlan | None) -> ResidentPlan | None:
+    if previous is None or sum(stage.count for stage in previous.stages) != len(problem.sums):
         return None
-    stages = drafts(previous.stages, setting.profiles.names)
-    return None if stages is None else judge(setting, stages, min(previous.chunk, setting.sums.sequence))
+    stages = drafts(previous.stages, problem.profiles.names)
+    return None if stages is None else judge(problem, stages, min(previous.chunk, problem.sums.sequence))
 
 
-def _best(setting: Setting, chunks: Sequence[int]) -> ResidentPlan | None:
-    if len(setting.profiles) > _MANY:
-        return _best_of_many(setting, chunks)
+def _best(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | None:
+    if len(problem.profiles) > _MANY:
+        return _best_of_many(problem, chunks)
     usual = min(chunks, key=lambda chunk: abs(chunk - _USUAL_CHUNK))
     for chunk in dict.fromkeys((usual, chunks[0])):
         found: list[ResidentPlan] = []
-        for order in _orders(setting.profiles):
-            for bound_s, stages in _arrangements(setting, order, chunk):
+        for order in _orders(problem.profiles):
+            for bound_s, stages in _arrangements(problem, order, chunk):
                 if len(found) >= _FINALISTS and bound_s >= found[_FINALISTS - 1].step_s:
                     break
-                plan = judge(setting, stages(), chunk)
+                plan = judge(problem, stages(), chunk)
                 if plan is not None:
                     found.append(plan)
                     found.sort(key=lambda plan: plan.step_s)
         if found:
-            finalists = [drafts(plan.stages, setting.profiles.names) or [] for plan in found[:_FINALISTS]]
-            plans = (judge(setting, stages, size) for stages in finalists for size in chunks)
+            finalists = [drafts(plan.stages, problem.profiles.names) or [] for plan in found[:_FINALISTS]]
+            plans = (judge(problem, stages, size) for stages in finalists for size in chunks)
             return min((plan for plan in plans if plan is not None), key=lambda plan: plan.step_s)
     return None
 
 
-def _best_of_many(setting: Setting, chunks: Sequence[int]) -> ResidentPlan | None:
+def _best_of_many(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | None:
     """As `resident` does, with the terms of live devices; the medium counts only once columns are found."""
-    search = Search(setting.profiles, setting.sums, setting.rows, setting.server, is_held=True)
+    search = Search(problem.profiles, problem.sums, problem.rows, problem.server, is_held=True)
     found = search.best()
     if found is None:
         return None
@@ -115,7 +115,7 @@ def _best_of_many(setting: Setting, chunks: Sequence[int]) -> ResidentPlan | Non
         Draft(one.first, one.count, tuple(tuple(group.devices.tolist()) for group in one.groups))
         for one in found.cover.stages
     ]
-    plans = (judge(setting, stages, chunk) for chunk in chunks)
+    plans = (judge(problem, stages, chunk) for chunk in chunks)
     return min((plan for plan in plans if plan is not None), key=lambda plan: plan.step_s, default=None)
 
 
@@ -130,20 +130,20 @@ def _orders(profiles: Profiles) -> list[Ints]:
     return [np.array(order) for order in dict.fromkeys(tuple(order.tolist()) for order in orders)]
 
 
-def _arrangements(setting: Setting, order: Ints, chunk: int) -> list[tuple[float, Callable[[], list[Draft]]]]:
+def _arrangements(problem: Problem, order: Ints, chunk: int) -> list[tuple[float, Callable[[], list[Draft]]]]:
     """By the busiest column's seconds: the best cut for every number of stages and of devices, strongest first or last.
 
     f[g, i, p] = min over j, q of max(f[g-1, j, q], seconds of devices j..i with sublayers q..p); to have the strongest
     last, the same from the last sublayer to the first.
     """
-    seconds, slices = _column_seconds(setting, order, chunk)
+    seconds, slices = _column_seconds(problem, order, chunk)
     found: list[tuple[float, Callable[[], list[Draft]]]] = []
     for is_reversed in (False, True):
         table = seconds[:, :, ::-1, ::-1].swapaxes(2, 3) if is_reversed else seconds
         choices: list[Ints] = []
         reached = np.full((len(order) + 1, table.shape[-1]), inf)
         reached[0, 0] = 0.0
-        for count in range(1, min(len(order), len(setting.sums)) + 1):
+        for count in range(1, min(len(order), len(problem.sums)) + 1):
             reached, choice = _one_more_stage(reached, table, count)
             choices.append(choice)
             for last in np.flatnonzero(np.isfinite(reached[:, -1])).tolist():
@@ -178,15 +178,15 @@ def _traced(order: Ints, choices: tuple[Ints, ...], slices: Ints, last: int, is_
     return stages if is_reversed else stages[::-1]
 
 
-def _column_seconds(setting: Setting, order: Ints, chunk: int) -> tuple[Floats, Ints]:
+def _column_seconds(problem: Problem, order: Ints, chunk: int) -> tuple[Floats, Ints]:
     """[j, i, q, p]: until devices order[j..i] are through sublayers q..p; [j, i, q]: slices of one sublayer then."""
-    devices, length = len(order), len(setting.sums)
+    devices, length = len(order), len(problem.sums)
     j, i = np.triu_indices(devices)
     place = np.argsort(order)
     members = (place >= j[:, None]) & (place <= i[:, None])
     first, last = np.triu_indices(length)
-    runs, kind = setting.sums.kinds(first, last - first + 1)
-    ends = _seconds(setting, first[runs], last[runs] - first[runs] + 1, np.ones(len(j), dtype=np.int64), members, chunk)
+    runs, kind = problem.sums.kinds(first, last - first + 1)
+    ends = _seconds(problem, first[runs], last[runs] - first[runs] + 1, np.ones(len(j), dtype=np.int64), members, chunk)
     seconds = np.full((devices, devices, length + 1, length + 1), inf)
     seconds[j[:, None], i[:, None], first, last + 1] = ends[:, kind]
     slices = np.ones((devices, devices, length), dtype=np.int64)
@@ -199,10 +199,10 @@ def _column_seconds(setting: Setting, order: Ints, chunk: int) -> tuple[Floats, 
     group_of, parts_of = np.repeat(group, parts), np.repeat(parts, parts)
     dealt = members[group_of] & ((place - j[group_of, None]) % parts_of[:, None] == part[:, None])
     single = np.arange(length)
-    runs, kind = setting.sums.kinds(single, np.ones_like(single))
-    ends = _seconds(setting, runs, np.ones_like(runs), parts_of, dealt, chunk)
+    runs, kind = problem.sums.kinds(single, np.ones_like(single))
+    ends = _seconds(problem, runs, np.ones_like(runs), parts_of, dealt, chunk)
     slowest = np.maximum.reduceat(ends, begins, axis=0)[:, kind]
-    allowed = np.array([[sublayer.allows(c) for sublayer in setting.sums.sublayers] for c in range(devices + 1)])
+    allowed = np.array([[sublayer.allows(c) for sublayer in problem.sums.sublayers] for c in range(devices + 1)])
     for number, (before, until) in enumerate(zip(j[group].tolist(), i[group].tolist(), strict=True)):
         whole = seconds[before, until, single, single + 1]
         better = single[(slowest[number] < whole) & allowed[parts[number]]]
@@ -211,22 +211,22 @@ def _column_seconds(setting: Setting, order: Ints, chunk: int) -> tuple[Floats, 
     return seconds, slices
 
 
-def _seconds(setting: Setting, first: Ints, count: Ints, slices: Ints, members: Bools, chunk: int) -> Floats:
+def _seconds(problem: Problem, first: Ints, count: Ints, slices: Ints, members: Bools, chunk: int) -> Floats:
     """[column, run]: until the members of each column, one of so many slices, are through each run of sublayers."""
     columns, runs = len(members), len(first)
     shards = np.tile(first, columns), np.tile(count, columns), np.repeat(slices, runs)
-    of = shard_costs(setting.sums, *shards, chunk=chunk)
-    pace = paces(setting, of, np.repeat(members, runs, axis=0), chunk)
-    ends, _ = share_rows(pace, setting.sequences, setting.sums.sequence, of.takes_sequences)
+    of = shard_costs(problem.sums, *shards, chunk=chunk)
+    pace = paces(problem, of, np.repeat(members, runs, axis=0), chunk)
+    ends, _ = share_rows(pace, problem.sequences, problem.sums.sequence, of.takes_sequences)
     return ends.reshape(columns, runs)
 
 
-def _why_not(setting: Setting, chunk: int) -> str:
-    one = np.arange(len(setting.sums))
-    parts = np.minimum([s.slices for s in setting.sums.sublayers], len(setting.profiles))
-    least = shard_costs(setting.sums, one, np.ones_like(one), np.maximum(parts, 1), chunk=chunk).memory_bytes
-    whole = shard_costs(setting.sums, *(np.array([x]) for x in (0, len(one), 1)), chunk=chunk).memory_bytes[0]
-    memory = setting.profiles.memory_bytes
+def _why_not(problem: Problem, chunk: int) -> str:
+    one = np.arange(len(problem.sums))
+    parts = np.minimum([s.slices for s in problem.sums.sublayers], len(problem.profiles))
+    least = shard_costs(problem.sums, one, np.ones_like(one), np.maximum(parts, 1), chunk=chunk).memory_bytes
+    whole = shard_costs(problem.sums, *(np.array([x]) for x in (0, len(one), 1)), chunk=chunk).memory_bytes[0]
+    memory = problem.profiles.memory_bytes
     return (
         f"no columns fit: the model takes {whole / 1e9:.3g} GB on devices and its largest sublayer "
         f"{least.max() / 1e9:.3g} GB on each even when sliced, but {len(memory)} devices offer "

@@ -16,7 +16,7 @@ import numpy as np
 
 from cleave.core.cost.rates import Server
 from cleave.core.cost.resident import ShardCosts, SublayerSums, effective_flops_per_s, shard_costs
-from cleave.core.fleet.profiles import Bools, DeviceId, Floats, Profiles
+from cleave.core.fleet.profiles import Bools, DeviceId, Floats, Ints, Profiles
 from cleave.core.model.shard import Shard
 
 ColumnLimit = Literal["down", "compute", "up", "latency", "server", "medium", "memory"]
@@ -123,7 +123,7 @@ def drafts(stages: Sequence[Stage], names: Sequence[str]) -> list[Draft] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Setting:
+class Problem:
     """What an arrangement is judged on."""
 
     sums: SublayerSums
@@ -152,15 +152,15 @@ class Paces(NamedTuple):
     """rows whose x stays there for backward"""
 
 
-def paces(setting: Setting, of: ShardCosts, members: Bools, chunk: int) -> Paces:
+def paces(problem: Problem, of: ShardCosts, members: Bools, chunk: int) -> Paces:
     """How fast each device would go through each column; `members` has a row per column, an entry per device."""
-    profiles = setting.profiles
+    profiles = problem.profiles
     down, up = profiles.down_bytes_per_s, profiles.up_bytes_per_s
-    flops = effective_flops_per_s(profiles.flops_per_s, chunk, setting.sums.terms)
+    flops = effective_flops_per_s(profiles.flops_per_s, chunk, problem.sums.terms)
     free = profiles.memory_bytes - of.memory_bytes[:, None]
     able = members & (free >= 0)
     kept = np.maximum(free, 0.0) / of.kept_bytes_per_row[:, None]
-    rows = setting.rows / np.maximum(able.sum(axis=1), 1)
+    rows = problem.rows / np.maximum(able.sum(axis=1), 1)
     again = np.clip(1 - kept / rows[:, None], 0.0, 1.0) * of.again_bytes_per_row[:, None]
     row_s = np.maximum((of.down_bytes_per_row[:, None] + again) / down, of.up_bytes_per_row[:, None] / up)
     return Paces(
@@ -197,69 +197,21 @@ def share_rows(pace: Paces, sequences: int, sequence: int, whole: Bools) -> tupl
     return np.where(pace.able.any(axis=1), end, np.inf), rows
 
 
-def judge(setting: Setting, stages: Sequence[Draft], chunk: int) -> ResidentPlan | None:
+def judge(problem: Problem, stages: Sequence[Draft], chunk: int) -> ResidentPlan | None:
     """The plan these stages make, with rows shared; None where memory does not hold it."""
-    profiles, sums = setting.profiles, setting.sums
-    columns = [(stage, group) for stage in stages for group in stage.members]
-    members = np.zeros((len(columns), len(profiles)), dtype=np.bool_)
-    for number, (_, group) in enumerate(columns):
-        members[number, list(group)] = True
-    runs = np.array([(stage.first, stage.count, len(stage.members)) for stage, _ in columns])
-    of = shard_costs(sums, runs[:, 0], runs[:, 1], runs[:, 2], chunk=chunk)
-    pace = paces(setting, of, members, chunk)
-    ends, rows = share_rows(pace, setting.sequences, sums.sequence, of.takes_sequences)
-    if not np.isfinite(ends).all():
+    shared = _share(problem, stages, chunk)
+    if shared is None:
         return None
-    flops = effective_flops_per_s(profiles.flops_per_s, chunk, sums.terms)
-    again = np.maximum(rows - pace.kept, 0.0) * of.again_bytes_per_row[:, None]
-    down = of.down_bytes_per_row[:, None] * rows + again + np.where(rows > 0, of.sync_down_bytes[:, None], 0.0)
-    up = of.up_bytes_per_row[:, None] * rows + np.where(rows > 0, of.sync_up_bytes[:, None], 0.0)
-    down_bytes, up_bytes = float(down.sum()), float(up.sum())
-
-    part = rows / setting.rows
-    medium = setting.medium_bytes_per_s
-    row_bytes = sums.hidden * sums.terms.activation_bytes
-    link_s = 1 / np.minimum(profiles.down_bytes_per_s, medium) + 1 / np.minimum(profiles.up_bytes_per_s, medium)
-    latency_s = 2 * part @ profiles.latency_s
-    hop_s = latency_s + chunk * (part @ (2 * row_bytes * link_s) + of.flops_per_row * (part @ (1 / flops)))
-    busiest = int(ends.argmax())
-    # the busiest column's share of the first chunk is part of its work already
-    counted_s = chunk * float(part[busiest] @ pace.row_s[busiest])
-    begins = np.concatenate([[0], np.cumsum([len(stage.members) for stage in stages])[:-1]])
-    fill_s = float(np.maximum.reduceat(hop_s, begins).sum()) - counted_s
-
-    parts_s: dict[ColumnLimit, float] = {
-        "down": float((down[busiest] / profiles.down_bytes_per_s).sum()),
-        "up": float((up[busiest] / profiles.up_bytes_per_s).sum()),
-        "compute": float((of.flops_per_row[busiest] * rows[busiest] / flops).sum()),
-    }
-    whole_s: dict[ColumnLimit, float] = {
-        max(parts_s, key=lambda name: parts_s[name]): float(ends[busiest]),
-        "server": max(down_bytes / setting.server.down_bytes_per_s, up_bytes / setting.server.up_bytes_per_s),
-        "medium": (down_bytes + up_bytes) / medium,
-    }
-    limit = max(whole_s, key=lambda name: whole_s[name])
-    chunks = -(-sums.sequence // chunk)
-    stage_s = np.maximum.reduceat(hop_s, begins)
-    journey_s = float(stage_s.sum() + (chunks - 1) * stage_s.max())  # of one sequence, there and back
-    free = np.maximum(profiles.memory_bytes - of.memory_bytes[:, None], 0.0)
-    more = np.floor(free / np.maximum(of.state_bytes, 1.0)[:, None])
-    at_once = float((np.minimum(1 + more, setting.sequences) * (rows > 0)).sum(axis=1).min())
-    in_turn_s = journey_s * setting.sequences / at_once
-    if in_turn_s > whole_s[limit] + fill_s:
-        limit, whole_s["memory"] = "memory", in_turn_s - fill_s
-    together_s = float((of.flops_per_row[:, None] * rows / flops).sum()) / setting.cores
-    if together_s > whole_s[limit] + fill_s:
-        limit, whole_s["compute"] = "compute", together_s - fill_s
-    waiting_s = float(np.maximum.reduceat(latency_s, begins).sum())
-    shared = iter(rows)
+    hops = _hops(problem, shared, chunk)
+    limit, busiest_s = _limit(problem, shared, hops)
+    rows = iter(shared.rows)
     return ResidentPlan(
         stages=tuple(
             Stage(
                 columns=tuple(
                     Column(
                         Shard(first=stage.first, count=stage.count, index=index, of=len(stage.members)),
-                        holdings(profiles.names, next(shared) / sums.sequence),
+                        holdings(problem.profiles.names, next(rows) / problem.sums.sequence),
                     )
                     for index in range(len(stage.members))
                 )
@@ -267,12 +219,120 @@ def judge(setting: Setting, stages: Sequence[Draft], chunk: int) -> ResidentPlan
             for stage in stages
         ),
         chunk=chunk,
-        busiest_s=whole_s[limit],
-        fill_s=fill_s,
-        down_bytes=down_bytes,
-        up_bytes=up_bytes,
-        limit="latency" if waiting_s > whole_s[limit] else limit,
+        busiest_s=busiest_s,
+        fill_s=hops.fill_s,
+        down_bytes=float(shared.down.sum()),
+        up_bytes=float(shared.up.sum()),
+        limit="latency" if hops.waiting_s > busiest_s else limit,
     )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Shared:
+    """Columns (first axis) with their rows shared among devices (second axis)."""
+
+    of: ShardCosts
+    pace: Paces
+    ends_s: Floats
+    """when each column is through"""
+    rows: Floats
+    flops_per_s: Floats
+    down: Floats
+    """bytes"""
+    up: Floats
+    begins: Ints
+    """first column of each stage"""
+
+    @property
+    def busiest(self) -> int:
+        return int(self.ends_s.argmax())
+
+    @property
+    def compute_s(self) -> Floats:
+        return self.of.flops_per_row[:, None] * self.rows / self.flops_per_s
+
+
+def _share(problem: Problem, stages: Sequence[Draft], chunk: int) -> _Shared | None:
+    """Share the rows of every column; None where no member can hold one."""
+    profiles, sums = problem.profiles, problem.sums
+    columns = [(stage, group) for stage in stages for group in stage.members]
+    members = np.zeros((len(columns), len(profiles)), dtype=np.bool_)
+    for number, (_, group) in enumerate(columns):
+        members[number, list(group)] = True
+    runs = np.array([(stage.first, stage.count, len(stage.members)) for stage, _ in columns])
+    of = shard_costs(sums, runs[:, 0], runs[:, 1], runs[:, 2], chunk=chunk)
+    pace = paces(problem, of, members, chunk)
+    ends_s, rows = share_rows(pace, problem.sequences, sums.sequence, of.takes_sequences)
+    if not np.isfinite(ends_s).all():
+        return None
+    again = np.maximum(rows - pace.kept, 0.0) * of.again_bytes_per_row[:, None]
+    return _Shared(
+        of=of,
+        pace=pace,
+        ends_s=ends_s,
+        rows=rows,
+        flops_per_s=effective_flops_per_s(profiles.flops_per_s, chunk, sums.terms),
+        down=of.down_bytes_per_row[:, None] * rows + again + np.where(rows > 0, of.sync_down_bytes[:, None], 0.0),
+        up=of.up_bytes_per_row[:, None] * rows + np.where(rows > 0, of.sync_up_bytes[:, None], 0.0),
+        begins=np.concatenate([[0], np.cumsum([len(stage.members) for stage in stages])[:-1]]),
+    )
+
+
+class _Hops(NamedTuple):
+    """Seconds of the way from stage to stage."""
+
+    fill_s: float
+    """until the busiest column has its first chunk, and from its last one to the end"""
+    journey_s: float
+    """of one sequence, there and back"""
+    waiting_s: float
+    """of that, latency"""
+
+
+def _hops(problem: Problem, shared: _Shared, chunk: int) -> _Hops:
+    profiles, sums, of = problem.profiles, problem.sums, shared.of
+    part, medium = shared.rows / problem.rows, problem.medium_bytes_per_s
+    row_bytes = sums.hidden * sums.terms.activation_bytes
+    link_s = 1 / np.minimum(profiles.down_bytes_per_s, medium) + 1 / np.minimum(profiles.up_bytes_per_s, medium)
+    latency_s = 2 * part @ profiles.latency_s
+    compute_s = of.flops_per_row * (part @ (1 / shared.flops_per_s))
+    stage_s = np.maximum.reduceat(latency_s + chunk * (part @ (2 * row_bytes * link_s) + compute_s), shared.begins)
+    # the busiest column's share of the first chunk is part of its work already
+    counted_s = chunk * float(part[shared.busiest] @ shared.pace.row_s[shared.busiest])
+    chunks = -(-sums.sequence // chunk)
+    return _Hops(
+        fill_s=float(stage_s.sum()) - counted_s,
+        journey_s=float(stage_s.sum() + (chunks - 1) * stage_s.max()),
+        waiting_s=float(np.maximum.reduceat(latency_s, shared.begins).sum()),
+    )
+
+
+def _limit(problem: Problem, shared: _Shared, hops: _Hops) -> tuple[ColumnLimit, float]:
+    """What a step waits for longest, and for how long beside the filling of the pipeline."""
+    profiles, of, busiest = problem.profiles, shared.of, shared.busiest
+    down_bytes, up_bytes = float(shared.down.sum()), float(shared.up.sum())
+    parts_s: dict[ColumnLimit, float] = {
+        "down": float((shared.down[busiest] / profiles.down_bytes_per_s).sum()),
+        "up": float((shared.up[busiest] / profiles.up_bytes_per_s).sum()),
+        "compute": float(shared.compute_s[busiest].sum()),
+    }
+    whole_s: dict[ColumnLimit, float] = {
+        max(parts_s, key=lambda name: parts_s[name]): float(shared.ends_s[busiest]),
+        "server": max(down_bytes / problem.server.down_bytes_per_s, up_bytes / problem.server.up_bytes_per_s),
+        "medium": (down_bytes + up_bytes) / problem.medium_bytes_per_s,
+    }
+    limit = max(whole_s, key=lambda name: whole_s[name])
+    longest_s = whole_s[limit]
+    free = np.maximum(profiles.memory_bytes - of.memory_bytes[:, None], 0.0)
+    more = np.floor(free / np.maximum(of.state_bytes, 1.0)[:, None])
+    at_once = float((np.minimum(1 + more, problem.sequences) * (shared.rows > 0)).sum(axis=1).min())
+    in_turn_s = hops.journey_s * problem.sequences / at_once
+    if in_turn_s > longest_s + hops.fill_s:
+        limit, longest_s = "memory", in_turn_s - hops.fill_s
+    together_s = float(shared.compute_s.sum()) / problem.cores
+    if together_s > longest_s + hops.fill_s:
+        limit, longest_s = "compute", together_s - hops.fill_s
+    return limit, longest_s
 
 
 def holdings(names: Sequence[str], sequences: Floats) -> tuple[Holding, ...]:

@@ -1,6 +1,6 @@
 """How a pass's units, accounts and weights are named: operands, tasks, and the programs that devices are told.
 
-Keeps what devices make for a layout: a state (keys and values) per seat, accumulators per account. `resident_run.py`
+Keeps what devices make for a layout: a state (keys and values) per seat, accumulators per account. `run.py`
 moves the pass on; this module knows no results.
 """
 
@@ -24,10 +24,10 @@ from cleave.core.schedule.tasks import DeviceId, Operand, OperandId, Task, TaskI
 from cleave.errors import InfeasibleError
 from cleave.protocol import messages
 from cleave.protocol.programs import Backward, Collect, Forward, Hold, Program
-from cleave.server.activations import Activations, Batched
-from cleave.server.held_shard import HeldShard, hold
+from cleave.server.contract import Run
 from cleave.server.operands import Operands, Tensor
-from cleave.server.run import Run
+from cleave.server.resident.activations import Activations, Batched
+from cleave.server.resident.held_shard import HeldShard, hold
 
 _BACKWARD, _FORWARD, _READING, _AHEAD = 0, 1, 2, 3  # priorities, as of products
 _LEAST_SPEED = 1e-9
@@ -55,7 +55,7 @@ class UnitWork:
 
     run: Run
     unit: Unit
-    message: messages.Run
+    message: messages.RunTask
     rows: int
     cols: int
     parts: list[tuple[Rectangle, object]] = field(default_factory=lambda: list[tuple[Rectangle, object]]())
@@ -69,7 +69,7 @@ class ReadWork:
     run: Run
     account: Account
     index: int
-    message: messages.Run
+    message: messages.RunTask
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +78,7 @@ class HoldWork:
 
     run: Run
     tensor: Tensor
-    message: messages.Run
+    message: messages.RunTask
 
 
 ResidentWork = UnitWork | ReadWork | HoldWork
@@ -179,7 +179,7 @@ class ResidentTasks:
             cols, format = 2, "fp32"
         id = TaskId(next(self._ids))
         priority = _BACKWARD if unit.direction == "backward" else _FORWARD
-        message = messages.Run(task=id, priority=priority, format=format, program=self._program(unit))
+        message = messages.RunTask(task=id, priority=priority, format=format, program=self._program(unit))
         return Task(
             id=id,
             device=seat.device,
@@ -206,7 +206,7 @@ class ResidentTasks:
             if reading.wanted.get(index):
                 program = Collect(accumulator=reading.operands[index].id, rows=view.height, cols=view.width)
                 id = TaskId(next(self._ids))
-                message = messages.Run(task=id, priority=_READING, format=self._format, program=program)
+                message = messages.RunTask(task=id, priority=_READING, format=self._format, program=program)
                 yield Task(
                     id=id,
                     device=account.device,
@@ -243,7 +243,7 @@ class ResidentTasks:
                     work=HoldWork(
                         self._run,
                         tensor,
-                        messages.Run(task=id, priority=_AHEAD, format="fp32", program=program),
+                        messages.RunTask(task=id, priority=_AHEAD, format="fp32", program=program),
                     ),
                 )
 

@@ -17,10 +17,10 @@ from cleave.protocol import messages
 from cleave.protocol.frames import Buffer
 from cleave.protocol.numbers import Matrix
 from cleave.protocol.programs import Backward, Forward
-from cleave.server.held_shard import HeldShard
 from cleave.server.operands import Operands
+from cleave.server.resident.held_shard import HeldShard
 
-Message = tuple[messages.Store | messages.Run | messages.Drop, Buffer]
+Message = tuple[messages.Store | messages.RunTask | messages.Drop, Buffer]
 Replay = Callable[[Iterable[Message]], Iterator[Matrix]]
 """What an honest device returns for each `Run` among these messages, whole, and rounded as asked."""
 
@@ -32,13 +32,13 @@ class Dropped(Exception):
 @dataclass(frozen=True, slots=True, eq=False)
 class _Done:
     unit: Unit
-    message: messages.Run
+    message: messages.RunTask
     operands: tuple[OperandId, ...]
     values: Matrix
 
 
 @dataclass(slots=True, eq=False)
-class Case:
+class AuditCase:
     """Results are kept from several threads; judged in one, when no more come."""
 
     account: Account
@@ -49,7 +49,7 @@ class Case:
     _operands: dict[OperandId, tuple[Message, ...]] = field(
         default_factory=lambda: dict[OperandId, tuple[Message, ...]]()
     )
-    _reads: dict[int, messages.Run] = field(default_factory=lambda: dict[int, messages.Run]())
+    _reads: dict[int, messages.RunTask] = field(default_factory=lambda: dict[int, messages.RunTask]())
     _gradients: list[tuple[int, Rectangle, Matrix]] = field(
         default_factory=lambda: list[tuple[int, Rectangle, Matrix]]()
     )
@@ -60,7 +60,7 @@ class Case:
         return {done.unit.direction for done in self.units}
 
     def keep_unit(
-        self, unit: Unit, message: messages.Run, read: Iterable[OperandId], values: Matrix, operands: Operands
+        self, unit: Unit, message: messages.RunTask, read: Iterable[OperandId], values: Matrix, operands: Operands
     ) -> None:
         """Keep a unit's result, with the operands it read as bytes: tensors that are held would stay on devices."""
         names = tuple(read)
@@ -70,7 +70,7 @@ class Case:
                     self._operands[name] = tuple(operands.strips(name))
             self.units.append(_Done(unit, message, names, values))
 
-    def keep_gradient(self, index: int, message: messages.Run, part: Rectangle, values: Matrix) -> None:
+    def keep_gradient(self, index: int, message: messages.RunTask, part: Rectangle, values: Matrix) -> None:
         with self._lock:
             self._reads[index] = message
             self._gradients.append((index, part, values))
@@ -140,7 +140,7 @@ def _in_order(units: list[_Done]) -> list[_Done]:
     return order
 
 
-def _is_seen(message: messages.Run) -> bool:
+def _is_seen(message: messages.RunTask) -> bool:
     """Whether its result says more than that it is done."""
     match message.program:
         case Forward(is_silent=is_silent):

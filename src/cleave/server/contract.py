@@ -1,7 +1,7 @@
 """What the engine, its runs and its driver say to each other.
 
-A **run** is one piece of work under way: a product (`gemm_run.py`) or a batch through resident layers
-(`resident_run.py`). The engine tells it what happened and it answers with requests, in the order in which they are to
+A **run** is one piece of work under way: a product (`gemm/run.py`) or a batch through resident layers
+(`resident/run.py`). The engine tells it what happened and it answers with requests, in the order in which they are to
 be carried out: events for the ledger, or actions for the driver. Nothing here knows sockets, clocks or matrices: the
 payload of a result is opaque, and whatever reads or writes numbers is an action that the driver reports back.
 """
@@ -176,7 +176,7 @@ class Run(Protocol):
     @property
     def results(self) -> Results: ...
 
-    def describe(self, task: Task) -> messages.Run:
+    def describe(self, task: Task) -> messages.RunTask:
         """The message that tells a device what to do."""
         ...
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.batch import Batch, Matrix
 from cleave.protocol.numbers import NumpyCodec
-from cleave.server.activations import Activations
 from cleave.server.operands import Operands, Tensor
+from cleave.server.resident.activations import Activations
 
 steady = settings(max_examples=60, deadline=None, derandomize=True)
 HIDDEN = 3

@@ -1,6 +1,6 @@
 """One product under way: blocks become tasks, accepted rectangles an output, and lost blocks go to other devices.
 
-Knows devices by name and by what the planner may know of them, and numbers not at all: `gemm_results.py` checks and
+Knows devices by name and by what the planner may know of them, and numbers not at all: `results.py` checks and
 keeps them. `done` is what the caller waits for.
 """
 
@@ -30,12 +30,12 @@ from cleave.core.schedule.tasks import (
 from cleave.errors import CleaveError, InfeasibleError
 from cleave.protocol import messages
 from cleave.protocol.numbers import Matrix
-from cleave.protocol.programs import Gemm
+from cleave.protocol.programs import GemmProgram
+from cleave.server.contract import End, Keep, Park, Reject, Requests, Resolve, Tell
 from cleave.server.fleet_view import FleetView
-from cleave.server.gemm_results import Fresh, GemmResults
+from cleave.server.gemm.product import LAYOUTS, Piece, Product
+from cleave.server.gemm.results import Fresh, GemmResults
 from cleave.server.operands import Operands
-from cleave.server.products import LAYOUTS, Piece, Product
-from cleave.server.run import End, Keep, Park, Reject, Requests, Resolve, Tell
 
 _MOST_WRONG = 3
 """Devices that were wrong about one product, with no others present: then no single device is at fault."""
@@ -176,13 +176,13 @@ class GemmRun:
 
     # -------------------------------------------------------------------------------------------- tasks
 
-    def describe(self, task: Task) -> messages.Run:
+    def describe(self, task: Task) -> messages.RunTask:
         piece, slices = _work(task).piece, self._operands.slice
-        return messages.Run(
+        return messages.RunTask(
             task=task.id,
             priority=task.priority,
             format=self._format,
-            program=Gemm(
+            program=GemmProgram(
                 layout=LAYOUTS[self._product.role],
                 terms=tuple((slices(*a).operand.id, slices(*b).operand.id) for a, b in piece.terms),
                 rows=task.rows,

@@ -19,11 +19,11 @@ from cleave.core.schedule.pipeline import Pipeline
 from cleave.core.schedule.tasks import DeviceId
 from cleave.errors import InfeasibleError
 from cleave.protocol.numbers import NumpyCodec
-from cleave.server.activations import Activations
-from cleave.server.held_shard import HeldShard, hold
+from cleave.server.contract import Run
 from cleave.server.operands import Operands, Tensor
-from cleave.server.resident_tasks import ResidentTasks
-from cleave.server.run import Run
+from cleave.server.resident.activations import Activations
+from cleave.server.resident.held_shard import HeldShard, hold
+from cleave.server.resident.tasks import ResidentTasks
 
 steady = settings(max_examples=40, deadline=None, derandomize=True)
 MODELS = {"whole": decoder(), "adapters": decoder(rank=2), "no head": decoder(has_head=False)}

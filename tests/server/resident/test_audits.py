@@ -29,11 +29,11 @@ from cleave.core.verify.trust import Policy
 from cleave.device.replay import replay
 from cleave.errors import FleetGoneError, InputError
 from cleave.protocol.frames import Buffer
-from cleave.protocol.messages import AnyMessage, Drop, Result, Run, Store
+from cleave.protocol.messages import AnyMessage, Drop, Result, RunTask, Store
 from cleave.protocol.numbers import NumpyCodec
 from cleave.protocol.programs import Backward, Collect, Forward
-from cleave.server.audit_case import Message, Replay
 from cleave.server.cluster import Cluster
+from cleave.server.resident.audit_case import Message, Replay
 from cleave.transport.base import Channel, Received
 from cleave.transport.faulty import FaultyChannel
 
@@ -144,9 +144,9 @@ class LyingChannel(FaultyChannel):
 
     async def receive(self) -> Received:
         received = await super().receive()
-        if isinstance(received.message, Run):
+        if isinstance(received.message, RunTask):
             self._kinds[received.message.task] = _kind(received.message.program)
-        if isinstance(received.message, Run | Store | Drop):
+        if isinstance(received.message, RunTask | Store | Drop):
             self.heard.append(received.message)
         return received
 

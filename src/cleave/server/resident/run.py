@@ -1,6 +1,6 @@
 """A batch through resident layers, from its caller's point of view: outputs, then gradients, whatever happens between.
 
-Each attempt follows one plan (`resident_attempt.py`). Where the devices that are left cannot go on, or an audit found
+Each attempt follows one plan (`attempt.py`). Where the devices that are left cannot go on, or an audit found
 one wrong, another attempt begins with another plan; where there is none, the pass waits for devices. Once some
 gradients are in the caller's hands they cannot be made again: then it waits instead. Knows no numbers.
 """
@@ -23,15 +23,7 @@ from cleave.core.schedule.tasks import Accept, DeviceId, Hedge, Orphan, Task
 from cleave.errors import CleaveError, InfeasibleError
 from cleave.protocol import messages
 from cleave.protocol.numbers import Matrix
-from cleave.server.activations import Activations, Batched
-from cleave.server.audit_case import Case
-from cleave.server.audits import Audits
-from cleave.server.fleet_view import FleetView
-from cleave.server.operands import Operands, Tensor
-from cleave.server.resident_attempt import Attempt
-from cleave.server.resident_results import GradientPart, ResidentResults, UnitResult
-from cleave.server.resident_tasks import HoldWork, ResidentTasks, ResidentWork
-from cleave.server.run import (
+from cleave.server.contract import (
     End,
     EngineEvent,
     MakePlan,
@@ -42,6 +34,14 @@ from cleave.server.run import (
     Resolve,
     RunSubmitted,
 )
+from cleave.server.fleet_view import FleetView
+from cleave.server.operands import Operands, Tensor
+from cleave.server.resident.activations import Activations, Batched
+from cleave.server.resident.attempt import Attempt
+from cleave.server.resident.audit_case import AuditCase
+from cleave.server.resident.audits import Audits
+from cleave.server.resident.results import GradientPart, ResidentResults, UnitResult
+from cleave.server.resident.tasks import HoldWork, ResidentTasks, ResidentWork
 
 log = logging.getLogger(__name__)
 
@@ -239,7 +239,7 @@ class ResidentRun:
 
     # -------------------------------------------------------------------------------------------- results
 
-    def describe(self, task: Task) -> messages.Run:
+    def describe(self, task: Task) -> messages.RunTask:
         return cast("ResidentWork", task.work).message
 
     def accepted(self, accept: Accept, payload: object, now: float) -> Requests:
@@ -269,7 +269,7 @@ class ResidentRun:
                 self._arrivals.put(settled)
 
     def audited(self, case: object, reason: str, now: float) -> Requests:
-        case = cast("Case", case)
+        case = cast("AuditCase", case)
         if case.is_dropped:
             return
         yield from self._audits.conclude(case, reason, self)

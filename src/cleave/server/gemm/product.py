@@ -13,22 +13,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 from cleave.core.model.gemms import Gemm, Role
 from cleave.core.plan.gemm.layer import Extent
 from cleave.protocol.programs import Layout
-from cleave.server.operands import Range, Tensor
+from cleave.server.operands import Cut, Range, Tensor
 
 LAYOUTS: dict[Role, Layout] = {"forward": "nt", "grad_input": "nn", "grad_weight": "tn"}
-
-
-class Cut(NamedTuple):
-    """A slice that may not have an identity yet."""
-
-    tensor: Tensor
-    rows: Range
-    cols: Range
 
 
 @dataclass(frozen=True, slots=True)

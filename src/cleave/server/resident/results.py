@@ -21,10 +21,10 @@ from cleave.core.schedule.tasks import OperandId, Task
 from cleave.protocol import messages
 from cleave.protocol.frames import Buffer
 from cleave.protocol.numbers import Codec, Matrix
-from cleave.server.activations import Activations
-from cleave.server.audit_case import Case, Replay
-from cleave.server.audits import AuditTotals
 from cleave.server.operands import Operands
+from cleave.server.resident.activations import Activations
+from cleave.server.resident.audit_case import AuditCase, Replay
+from cleave.server.resident.audits import AuditTotals
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -37,13 +37,13 @@ class UnitResult:
     rows: int
     cols: int
     parts: tuple[tuple[Rectangle, object], ...]
-    message: messages.Run
+    message: messages.RunTask
     read: tuple[OperandId, ...]
     """The operands it read beside weights."""
     is_wanted: bool
     """It says more than that the unit is done."""
     activations: Activations
-    case: Case | None
+    case: AuditCase | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -57,8 +57,8 @@ class GradientPart:
     part: Rectangle
     payload: object
     wanted: tuple[Rectangle, ...]
-    message: messages.Run
-    case: Case | None
+    message: messages.RunTask
+    case: AuditCase | None
 
 
 class ResidentResults:
@@ -105,7 +105,7 @@ class ResidentResults:
         assert self._replay is not None, "else nothing is audited"
         started = time.thread_time()
         try:
-            return cast("Case", case).judge(self._replay, self._operands)
+            return cast("AuditCase", case).judge(self._replay, self._operands)
         finally:
             self._totals.busy_s += time.thread_time() - started
 

@@ -1,7 +1,7 @@
 """One attempt at a pass under one plan: units become tasks, and results activations and gradients.
 
-`core/schedule/pipeline.py` says what can be computed next and by whom, `resident_tasks.py` names it. An attempt
-recovers by itself what departed devices had computed; `resident_run.py` begins another one where the devices that are
+`core/schedule/pipeline.py` says what can be computed next and by whom, `tasks.py` names it. An attempt
+recovers by itself what departed devices had computed; `run.py` begins another one where the devices that are
 left cannot go on.
 """
 
@@ -21,14 +21,14 @@ from cleave.core.schedule.pipeline import Course, Pipeline, Unit
 from cleave.core.schedule.rectangles import within, without
 from cleave.core.schedule.tasks import Accept, DeviceId, GroupsAbandoned, OperandsReleased, TasksSubmitted
 from cleave.protocol.numbers import Matrix
-from cleave.server.activations import Activations, Batched
-from cleave.server.audit_case import Case
-from cleave.server.audits import Audits
+from cleave.server.contract import Keep, Requests, Run, Tell
 from cleave.server.fleet_view import FleetView
 from cleave.server.operands import Tensor
-from cleave.server.resident_results import GradientPart, ResidentResults, UnitResult
-from cleave.server.resident_tasks import HoldWork, ReadWork, ResidentTasks, UnitWork
-from cleave.server.run import Keep, Requests, Run, Tell
+from cleave.server.resident.activations import Activations, Batched
+from cleave.server.resident.audit_case import AuditCase
+from cleave.server.resident.audits import Audits
+from cleave.server.resident.results import GradientPart, ResidentResults, UnitResult
+from cleave.server.resident.tasks import HoldWork, ReadWork, ResidentTasks, UnitWork
 
 
 @dataclass(slots=True, eq=False)
@@ -288,7 +288,7 @@ class Attempt:
     def is_gathered(self, shard: Shard) -> bool:
         return self._pipeline.is_gathered(shard)
 
-    def _case(self, account: Account) -> Case | None:
+    def _case(self, account: Account) -> AuditCase | None:
         direction: Direction = "backward" if self.goes_back else "forward"
         return self._audits.case_of(account, self._tasks.held[account.shard], direction, self._barred)
 

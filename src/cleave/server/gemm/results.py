@@ -24,7 +24,8 @@ from cleave.errors import ProtocolError, WrongResult
 from cleave.protocol.frames import Buffer
 from cleave.protocol.messages import CHECKED_COLUMNS
 from cleave.protocol.numbers import Codec, Matrix
-from cleave.server.products import LAYOUTS, Cut, Piece, Product
+from cleave.server.gemm.product import LAYOUTS, Piece, Product
+from cleave.server.operands import Cut
 
 assert CHECKED_COLUMNS == verify.GROUP
 

@@ -19,9 +19,9 @@ from cleave.core.schedule.members import Roster
 from cleave.core.schedule.tasks import DeviceId
 from cleave.core.verify.recompute import chance
 from cleave.core.verify.trust import Policy, Trust
-from cleave.server.audit_case import Case
-from cleave.server.held_shard import HeldShard
-from cleave.server.run import Audit, Blame, Requests, Run, Tell
+from cleave.server.contract import Audit, Blame, Requests, Run, Tell
+from cleave.server.resident.audit_case import AuditCase
+from cleave.server.resident.held_shard import HeldShard
 
 
 @dataclass(slots=True)
@@ -45,20 +45,20 @@ class Audits:
         """`draw` gives a number between 0 and 1; without a way to replay there are no audits."""
         self._policy: Policy = policy if can_replay else "none"
         self._draw, self._roster, self._totals = draw, roster, totals
-        self._cases: dict[Account, Case | None] = {}
+        self._cases: dict[Account, AuditCase | None] = {}
         """None: it is not audited, or its audit is over."""
         self._open = 0
         """Cases that are not concluded."""
-        self._queue: deque[Case] = deque()
-        self._running: Case | None = None
+        self._queue: deque[AuditCase] = deque()
+        self._running: AuditCase | None = None
 
     def case_of(
         self, account: Account, held: HeldShard, direction: Direction, barred: Collection[DeviceId]
-    ) -> Case | None:
+    ) -> AuditCase | None:
         """The case that an account's results are kept for, if it is audited."""
         if account not in self._cases:
             chosen = self._is_chosen(account, direction, is_barred=account.device in barred)
-            self._cases[account] = Case(account, held) if chosen else None
+            self._cases[account] = AuditCase(account, held) if chosen else None
             self._open += chosen
         return self._cases[account]
 
@@ -89,7 +89,7 @@ class Audits:
         self._queue.clear()
         self._running = None
 
-    def conclude(self, case: Case, reason: str, run: Run) -> Requests:
+    def conclude(self, case: AuditCase, reason: str, run: Run) -> Requests:
         """An audit is through; `reason` says what is wrong, if something is."""
         if case.is_dropped:
             return

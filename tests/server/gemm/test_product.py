@@ -14,8 +14,8 @@ from cleave.core.model.batch import Matrix
 from cleave.core.model.gemms import Role
 from cleave.core.plan.gemm.layer import Block, Extent, fit
 from cleave.protocol.programs import Layout
-from cleave.server.operands import Range, Tensor
-from cleave.server.products import LAYOUTS, Cut, Piece, Product
+from cleave.server.gemm.product import LAYOUTS, Piece, Product
+from cleave.server.operands import Cut, Range, Tensor
 
 steady = settings(max_examples=60, deadline=None, derandomize=True)
 roles: st.SearchStrategy[Role] = st.sampled_from(["forward", "grad_input", "grad_weight"])

@@ -1,0 +1,1 @@
+"""One matrix product on a fleet: blocks out, verified rectangles in."""
