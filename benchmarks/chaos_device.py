@@ -1,4 +1,4 @@
-"""A device that means no good: `python benchmarks/chaos_device.py URL flood|half-open`. Joins, misbehaves, rejoins."""
+"""A malicious device: `python benchmarks/chaos_device.py URL flood|half-open`. Joins, misbehaves, rejoins."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ async def main(url: str, kind: str) -> None:
 
 
 async def _join(channel: Channel) -> None:
-    """As a fast device would, so that the planner wants it."""
+    """Join as a fast device would, so that the planner uses it."""
     await channel.send(
         messages.Hello(version=messages.VERSION, name="chaos", flops_per_s=5e10, memory_bytes=1 << 30, kernel="numpy")
     )
@@ -36,7 +36,7 @@ async def _join(channel: Channel) -> None:
 
 
 async def _flood(channel: Channel) -> None:
-    """Results that nobody asked for, as fast as they go."""
+    """Send unsolicited results as fast as possible."""
     result = messages.Result(
         task=1 << 40,
         first_row=0,
@@ -52,9 +52,9 @@ async def _flood(channel: Channel) -> None:
     )
     while True:
         await channel.send(result, bytes(result.payload))
-        await asyncio.sleep(0)  # else it would never notice that it was thrown out
+        await asyncio.sleep(0)  # otherwise it would never notice its disconnection
 
 
 if __name__ == "__main__":
-    os.nice(10)  # its own thirst for the processor is not what is measured
+    os.nice(10)  # its own CPU use is not what is measured
     asyncio.run(main(sys.argv[1], sys.argv[2]))

@@ -1,7 +1,7 @@
-"""What a departure costs with resident layers: a device of a column is killed (SIGKILL) in the middle of a step.
+"""Cost of a departure with resident layers: a device of a column is killed (SIGKILL) in the middle of a step.
 
-Devices here are processes on one machine, all in one column, as plans on loopback are. Against the table of the design
-(a discrete simulation): of a column of 2 30 % of a step, of 3 12 %, of 9 2 %. Run: python benchmarks/departure.py
+Devices are processes on one machine, all in one column, as plans on loopback are. For comparison, the design's discrete
+simulation loses 30% of a step with a column of 2, 12% with 3, 2% with 9. Run: python benchmarks/departure.py
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=4)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| devices of the column | s a step | killed at | s of that step | lost | loss off by |")
+    print("| devices in the column | s per step | killed at | s of that step | lost | loss off by |")
     print("|---|---|---|---|---|---|", flush=True)
     for count in options.devices:
         for kill in range(options.kills):
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def _row(count: int, at: float) -> None:
-    """One fleet, some whole steps, and one in which a device is killed after `at` of a step."""
+    """Run some undisturbed steps on one fleet, then one in which a device is killed after a share `at` of a step."""
     work = Work(hidden=256, layers=4, tokens=2048, sequence=256, full=True, steps=1)
     model, other = work.model(), work.model()
     recovered: list[float] = []

@@ -1,11 +1,11 @@
-"""What the server's event loop is busy with: CPU per small task, and its longest stalls.
+"""Load of the server's event loop: CPU per small task, and its longest stalls.
 
     python benchmarks/event_loop.py [--tasks 2000] [--steps 6] [--devices 1024]
 
 - *Per task*: CPU of the loop's thread over small products (64 x 64 x 64) on two local devices, many in flight.
-- *Stall*: a timer in the loop is due every 2 ms. Its lateness is what a device would wait; the CPU that the loop's own
-  thread used meanwhile is what the loop itself is to blame for, the rest is other threads and processes on the same
-  cores. Once during steps of the demo model, once while a fleet of so many idle devices is planned for.
+- *Stall*: a timer in the loop is due every 2 ms. Its lateness is how long a device would wait. The CPU time of the
+  loop's own thread in that interval is the loop's share; the rest is other threads and processes on the same cores.
+  Measured during steps of the demo model, and while planning for a fleet of `--devices` idle devices.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Stalls:
 
 @contextmanager
 def watched(cluster: Cluster) -> Generator[Stalls]:
-    """Beat in the loop while the body runs."""
+    """Run a timer in the loop while the body runs."""
     stalls, is_over = Stalls([], []), threading.Event()
 
     async def beat() -> None:
@@ -166,7 +166,7 @@ def replan(devices: int) -> None:
         asyncio.run_coroutine_threadsafe(idle.join(devices), fleet.cluster.loop).result(600)
         fleet.wait(devices)
         linear = Linear(tokens=16384, in_width=4096, out_width=4096)
-        fleet.cluster.choose_layer(Linear(tokens=64, in_width=64, out_width=64))  # the planning process starts
+        fleet.cluster.choose_layer(Linear(tokens=64, in_width=64, out_width=64))  # starts the planning process
         with watched(fleet.cluster) as stalls:
             started = time.perf_counter()
             plan = fleet.cluster.choose_layer(linear).plan
@@ -177,7 +177,7 @@ def replan(devices: int) -> None:
 
 
 class IdleDevices:
-    """Devices in this process that join, answer probes, and are never given anything."""
+    """Devices in this process that join, answer probes, and never get any work."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

@@ -1,4 +1,4 @@
-"""What faults cost: blocks recovered beside a restart and a whole layer again, rogues beside none, checks in a step."""
+"""Cost of faults: recovery of blocks compared with a layer or a restart, malicious devices, verification in a step."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(scenario: dict[str, Any], say: Say) -> None:
 
 
 class _Watch:
-    """Events with the moment they came; a waiter is woken by each."""
+    """Events with their arrival times; each wakes the waiter."""
 
     def __init__(self) -> None:
         self._seen: list[tuple[float, events.AnyEvent]] = []
@@ -56,7 +56,7 @@ class _Watch:
 
 
 def _recovery(scenario: dict[str, Any], say: Say) -> tuple[float, float]:
-    """Kill devices while a step's products are under way; from the kill to the last lost block's return."""
+    """Kill devices in the middle of a step; measure from the kill to the return of the last lost block."""
     devices, killed = scenario["devices"], scenario["killed"]
     watch = _Watch()
     say("## Devices killed in the middle of a step\n")
@@ -85,7 +85,7 @@ def _recovery(scenario: dict[str, Any], say: Say) -> tuple[float, float]:
             gap = abs(loss - _step(plain, theirs, step, number))
             killer.done.wait()
             recovered = watch.moments(events.Recovered, killer.moment)
-            if recovered:  # else they were killed between two products, and nothing was lost
+            if recovered:  # otherwise they were killed between two products, and nothing was lost
                 noticed = max(moment for moment, _ in watch.moments(events.DeviceLeft, killer.moment))
                 blocks = sum(event.blocks for _, event in recovered)
                 taken.append(max(moment for moment, _ in recovered) - killer.moment)
@@ -98,7 +98,7 @@ def _recovery(scenario: dict[str, Any], say: Say) -> tuple[float, float]:
 
 
 class _Killer:
-    """Kills processes some time after the step has come to a layer."""
+    """Kills processes some time after the step has reached a layer."""
 
     def __init__(self, victims: list[int], after_s: float) -> None:
         self._victims, self._after_s = victims, after_s
@@ -118,7 +118,7 @@ class _Killer:
 
 
 def _layer_s(model: Any, step: dict[str, Any]) -> float:
-    """One decoder layer, forward and backward: what is done again where a layer is the unit of recovery."""
+    """Seconds of one decoder layer, forward and backward: the cost of recovery if a layer is its unit."""
     layer = model.model.layers[1]
     x = torch.randn(1, step["tokens"], step["hidden"], requires_grad=True)
     places = torch.arange(step["tokens"])[None]
@@ -132,7 +132,7 @@ def _layer_s(model: Any, step: dict[str, Any]) -> float:
 
 
 def _restart(training: dict[str, Any], recovery_s: float, layer_s: float, say: Say) -> None:
-    """The same run, its server killed: from the kill until the resumed one has done the step that was under way."""
+    """Kill the server of the same run; measure from the kill until the resumed run finishes the interrupted step."""
     with tempfile.TemporaryDirectory() as directory:
         command = [sys.executable, "-m", "cleave", "train", "--out", directory, "--steps", str(training["steps"])]
         command += ["--save-every", str(training["save_every"]), "--devices", "6"]
@@ -149,11 +149,11 @@ def _restart(training: dict[str, Any], recovery_s: float, layer_s: float, say: S
         done = _wait_for_step(log, target + 1, second)
         restart_s = done - killed
         second.wait()
-    say("\n## Beside what others do\n")
+    say("\n## Compared with other ways to recover\n")
     say("| way | time | times longer |")
     say("|---|---|---|")
-    say(f"| lost blocks alone, from the kill (median of the above) | {recovery_s * 1e3:.0f} ms | 1 |")
-    say(f"| the whole layer again, forward and backward | {layer_s * 1e3:.0f} ms | {layer_s / recovery_s:.1f} |")
+    say(f"| lost blocks only, from the kill (median of the above) | {recovery_s * 1e3:.0f} ms | 1 |")
+    say(f"| recompute the layer, forward and backward | {layer_s * 1e3:.0f} ms | {layer_s / recovery_s:.1f} |")
     since = training["save_every"]
     say(f"| restart from a checkpoint (one every {since} steps) | {restart_s:.1f} s | {restart_s / recovery_s:.0f} |")
 
@@ -173,7 +173,7 @@ def _wait_for_step(log: Path, step: int, process: subprocess.Popen[bytes]) -> fl
 
 
 def _rogues(scenario: dict[str, Any], say: Say) -> None:
-    """Steps of the same fleet, in turns: alone, beside a flooding device, beside a half-open one."""
+    """Alternate steps of the same fleet: alone, with a flooding device, with a half-open one."""
     step = scenario["checking"][0]
     times: dict[str, list[float]] = {"none": [], "flood": [], "half-open": []}
     with Fleet("127.0.0.1:0", offload="always") as fleet:
@@ -191,10 +191,10 @@ def _rogues(scenario: dict[str, Any], say: Say) -> None:
                     for number in range(scenario["rogues"]["steps"]):
                         _step(model, optimizer, step, number)
                     taken.append((time.perf_counter() - started) / scenario["rogues"]["steps"])
-    say("\n## Rogues beside two honest devices\n")
+    say("\n## A rogue next to two honest devices\n")
     steps = scenario["rogues"]["steps"]
-    say(f"The mean of {steps} steps, all that a rogue costs when it joins included; the median of the rounds.\n")
-    say("| rogue | step | beside none |")
+    say(f"Mean of {steps} steps, including the cost of a rogue's joining; median over rounds.\n")
+    say("| rogue | step | relative to none |")
     say("|---|---|---|")
     base = statistics.median(times["none"])
     for kind, taken in times.items():

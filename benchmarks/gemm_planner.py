@@ -1,4 +1,4 @@
-"""How near gemm plans come to the lower bound, and how long planning takes (scenarios/gemm_planner.toml)."""
+"""How close gemm plans come to the lower bound, and how long planning takes (scenarios/gemm_planner.toml)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cleave.core.plan.gemm.product import plan_gemm
 from cleave.core.plan.gemm.repair import repair
 
 _GBIT_BYTES = 1e9 / 8
-_WORTH_3D = 1.1  # shapes where splitting the inner dimension could gain less are left to 2D
+_WORTH_3D = 1.1  # shapes where splitting the inner dimension could gain less than this are left to 2D
 
 
 class Shapes(TypedDict):
@@ -82,11 +82,9 @@ def quality_2d(scenario: Scenario, say: Say) -> None:
 
 def quality_3d(scenario: Scenario, say: Say) -> None:
     say("## 3D: makespan / bound")
-    say("shapes with a long inner side, where 2D's bound is at least 1.1 x that of 3D. The bound is that of the")
-    say(
-        "streamed cost; `ideal` is the Loomis-Whitney bound, which takes overlap to be complete. The last column is how"
-    )
-    say("far apart the two bounds are: no plan can make that up.\n")
+    say("shapes with a long inner dimension, where 2D's bound is at least 1.1 x that of 3D. The bound is that of the")
+    say("streamed cost; `ideal` is the Loomis-Whitney bound, which assumes complete overlap. The last column is how")
+    say("far apart the two bounds are: no plan can close that gap.\n")
     say("| devices | plans | mean | p95 | worst | / ideal: mean | worst | bound / ideal |")
     say("|---|---|---|---|---|---|---|---|")
     for size in scenario["fleets"]["sizes_3d"]:
@@ -112,7 +110,7 @@ def quality_3d(scenario: Scenario, say: Say) -> None:
 
 def quality_capped(scenario: Scenario, say: Say) -> None:
     say("## Under a server cap: makespan / capped bound")
-    say("2D plans, both links capped, only where the cap binds (bound at least 1.05 x the free one)\n")
+    say("2D plans, both links capped, only where the cap binds (bound at least 1.05 x the uncapped one)\n")
     say("| devices | Gbit/s | plans | mean | p95 | worst | devices used, median |\n|---|---|---|---|---|---|---|")
     for size in scenario["caps"]["sizes"]:
         for gbit in scenario["caps"]["gbit"]:
@@ -187,7 +185,7 @@ def timing(scenario: Scenario, say: Say) -> None:
     for kind, found in (("2D", flat_plan), ("3D", deep_plan)):
         mended = repair(found, fleet, lost)
         say(
-            f"\n{kind} repair: the lost blocks are back after {mended.recovery_s / found.makespan_s:.1%} of the gemm's "
+            f"\n{kind} repair: lost blocks are recovered in {mended.recovery_s / found.makespan_s:.1%} of the gemm's "
             f"time ({mended.by_mates} of {mended.lost_blocks} by column mates)."
         )
 
@@ -216,7 +214,7 @@ def _fleets(scenario: Scenario, size: int, seeds: list[int]) -> list[Profiles]:
 
 
 def _synthetic(size: int, seed: int) -> Profiles:
-    """60 % phones, 30 % laptops, 10 % budget phones, each rate uniform in its class's range (PLANNER.md's fleets)."""
+    """60% phones, 30% laptops, 10% budget phones, each rate uniform in its class's range (PLANNER.md's fleets)."""
     rng = np.random.default_rng(seed)
     kind = rng.choice(3, size, p=(0.6, 0.3, 0.1))
     laptop, slow = kind == 1, np.where(kind == 2, 0.1, 1.0)

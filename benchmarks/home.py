@@ -1,9 +1,9 @@
-"""A model too large for one device, trained by devices of this machine that share one Wi-Fi: both grains beside torch.
+"""Train a model too large for one device on local devices that share one Wi-Fi network: both grains, and plain torch.
 
-`python benchmarks/home.py`: LoRA of rank 8 on q and v (with `--full` all weights), a Llama of random weights, real
-processes and sockets, the link shaped by `transport/shaped.py`. Each device may hold less than the frozen weights take.
-All train on the same batches from the same weights, so losses must agree. Medians leave out the first step, in which
-weights travel that stay.
+`python benchmarks/home.py`: LoRA of rank 8 on q and v (with `--full`, all weights) on a Llama with random weights, real
+processes and sockets, the link shaped by `transport/shaped.py`. Each device has less memory than the frozen weights
+need. All train on the same batches from the same weights, so losses must agree. Medians exclude the first step, which
+sends the resident weights.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _HEAD_WIDTH = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What is trained, and on how much a step."""
+    """The model to train, and the size of a step."""
 
     hidden: int
     layers: int
     tokens: int
     sequence: int = 256
     full: bool = False
-    """All weights; else LoRA."""
+    """Train all weights; otherwise LoRA."""
     steps: int
 
     def model(self) -> Any:
-        """The same weights each time."""
+        """Build the model, with the same weights each time."""
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=_VOCAB,
@@ -70,7 +70,7 @@ class Work:
 
 @dataclass(slots=True)
 class Figures:
-    """Of each step."""
+    """Measurements per step."""
 
     taken_s: list[float] = field(default_factory=lambda: list[float]())
     losses: list[float] = field(default_factory=lambda: list[float]())
@@ -108,7 +108,7 @@ def train_over(fleet: Fleet, work: Work, grain: Grain) -> Figures:
 
 
 def later(values: list[float] | list[int]) -> float:
-    """The median without the first step, which is unlike the others."""
+    """The median without the first step, which differs from the others."""
     return statistics.median(values[1:])
 
 
@@ -122,7 +122,7 @@ def main() -> None:
     weights_bytes = 4 * sum(weight.numel() for weight in work.model().parameters())
     kind = "all weights" if work.full else "LoRA of rank 8 on q and v"
     print(f"# {options.devices} devices on one {options.mbit:g} Mbit/s Wi-Fi: {kind}\n")
-    print(f"hidden {work.hidden}, {work.layers} layers, {work.tokens} tokens a step, wire {options.wire}; the weights")
+    print(f"hidden {work.hidden}, {work.layers} layers, {work.tokens} tokens per step, wire {options.wire}; weights")
     print(f"take {weights_bytes / 1e6:.0f} MB in fp32.", flush=True)
     plain = train(work.model(), work)
     rows = [f"| plain torch, one thread, no cap | {later(plain.taken_s):.2f} | {plain.taken_s[0]:.2f} | | | |"]
@@ -138,7 +138,7 @@ def main() -> None:
         first = f"{figures.taken_s[0]:.2f}"
         rows.append(f"| {grain} | {later(figures.taken_s):.2f} | {first} | {predicted} | {down:.1f} | {up:.1f} |")
         losses[grain] = figures.losses
-    print("\n| | s a step, median | s, first step | s, predicted | MB down a step | MB up a step |")
+    print("\n| | s per step, median | s, first step | s, predicted | MB down per step | MB up per step |")
     print("|---|---|---|---|---|---|", *rows, sep="\n")
     print(f"\n| step | {' | '.join(f'loss, {name}' for name in losses)} |\n|---|{'---|' * len(losses)}")
     for number, each in enumerate(zip(*losses.values(), strict=True)):
@@ -150,7 +150,7 @@ def _over_wifi(
 ) -> Figures:
     with Fleet.local(devices, wire=wire, offload="always", memory=memory, links=link) as fleet:
         held = max(member.memory_bytes for member in fleet.cluster.here())
-        print(f"Of {memory} a device has {held / 1e6:.0f} MB for operands and results ({grain}).", flush=True)
+        print(f"A device has {held / 1e6:.0f} MB of its {memory} for operands and results ({grain}).", flush=True)
         if held > weights_bytes:
             raise CleaveError(f"expected less memory than the weights take, got {held / 1e6:.0f} MB; lower --memory")
         return train_over(fleet, work, grain)
@@ -160,13 +160,13 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Train a model too large for one device over one shaped Wi-Fi.")
     parser.add_argument("--full", action="store_true", help="train all weights instead of LoRA")
     parser.add_argument("--devices", type=int, default=4)
-    parser.add_argument("--mbit", type=float, default=300.0, help="of the medium, both ways together")
+    parser.add_argument("--mbit", type=float, default=300.0, help="capacity of the medium, both ways together")
     parser.add_argument("--latency-ms", type=float, default=2.0)
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=8, help="the first warms up")
-    parser.add_argument("--memory", default="170MB", help="of a device's whole process")
+    parser.add_argument("--steps", type=int, default=8, help="steps; the first is a warm-up")
+    parser.add_argument("--memory", default="170MB", help="memory of each device process")
     parser.add_argument("--wire", choices=["fp32", "bf16"], default="bf16")
     parser.add_argument("--grains", nargs="+", choices=GRAINS, default=GRAINS)
     return parser

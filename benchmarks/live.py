@@ -1,6 +1,6 @@
-"""The live path beside its peers and its floor, all in one run: one product, the gemms of a step, the demo's step.
+"""The live path compared with other systems and its floor, in one run: one product, a step's gemms, the demo's step.
 
-Systems take turns, so that a slow minute of the machine slows all of them; figures are medians, with ratios of medians.
+Systems take turns, so that a slow minute of the machine affects all of them; figures are medians and ratios of medians.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run(scenario: dict[str, Any], say: Say) -> None:
 
 
 class _Driver:
-    """A system in a process of its own, so that the threads of one do not wait for another's interpreter."""
+    """A system in its own process, so that its threads do not wait for another system's interpreter."""
 
     def __init__(self, name: str, scenario: dict[str, Any]) -> None:
         self.name = name
@@ -110,7 +110,7 @@ def _product(sizes: list[int], drivers: list[_Driver], rounds: int, say: Say) ->
             times["numpy, one thread"].append(_timed(lambda: a @ b))
             times["floor: compute on both cores"].append(floor.compute_s())
             times["floor: bytes over loopback"].append(floor.bytes_s())
-    medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}  # the first warms up
+    medians = {name: statistics.median(taken[1:]) for name, taken in times.items()}  # the first is a warm-up
     floor_s = medians["floor: compute on both cores"] + medians["floor: bytes over loopback"]
     say(f"## One product of {m} x {n} x {k}, fp32, two workers of one thread\n")
     say("| system | median s | best s | cleave / it |\n|---|---|---|---|")
@@ -121,7 +121,7 @@ def _product(sizes: list[int], drivers: list[_Driver], rounds: int, say: Say) ->
 
 
 class _Floor:
-    """The least a product by two processes can take: their multiplying, and their bytes over bare sockets."""
+    """The least time of a product by two processes: their compute, and their bytes over bare sockets."""
 
     def __init__(self, a: Matrix, b: Matrix) -> None:
         self._a, self._b = cut(a), b
@@ -176,7 +176,7 @@ class _Floor:
     def _tell(self, order: bytes) -> None:
         for connection in self._sockets:
             connection.sendall(order)
-        self._barrier.wait()  # both have heard it
+        self._barrier.wait()  # both have received it
 
 
 def _floor_worker(port: int, shape: tuple[int, int, int], barrier: Barrier) -> None:
@@ -209,7 +209,7 @@ def _receive(connection: socket.socket, into: memoryview) -> None:
 def _step_gemms(step: dict[str, int], drivers: list[_Driver], rounds: int, say: Say) -> None:
     count = 3 * len(_layers(step))
     say(f"## The {count} gemms of one training step of the demo model, fp32, two workers of one thread\n")
-    for title, play in (("each product by itself", "apart"), ("what was sent is used again", "together")):
+    for title, play in (("each product by itself", "apart"), ("operands are reused", "together")):
         times: dict[str, list[float]] = {driver.name: [] for driver in drivers}
         for _ in range(rounds + 1):
             for driver in drivers:
@@ -222,14 +222,14 @@ def _step_gemms(step: dict[str, int], drivers: list[_Driver], rounds: int, say: 
 
 
 def _layers(step: dict[str, int]) -> list[tuple[int, int]]:
-    """(in, out) of every linear layer, ungrouped."""
+    """(in, out) widths of every linear layer, ungrouped."""
     hidden, ffn = step["hidden"], step["ffn"]
     block = [(hidden, hidden)] * 4 + [(hidden, ffn)] * 2 + [(ffn, hidden)]
     return block * step["layers"] + [(hidden, step["vocab"])]
 
 
 def _apart(system: System, data: list[Any]) -> None:
-    """Every product's operands are sent for it, and its result awaited."""
+    """Send each product's operands and wait for its result."""
     products: list[tuple[Layout, Matrix, Matrix]] = [("nt", x, w) for x, w, _ in data]
     for x, w, dy in reversed(data):
         products.append(("nn", dy, w))
@@ -240,7 +240,7 @@ def _apart(system: System, data: list[Any]) -> None:
 
 
 def _together(system: System, data: list[Any]) -> None:
-    """X, W and dY are sent once, as a step allows; gradients of weights are awaited at the end."""
+    """Send X, W and dY once, as a step allows; wait for weight gradients at the end."""
     kept: list[tuple[Any, Any]] = []
     for x, w, _ in data:
         handles = system.halves(x), system.whole(w)
@@ -260,7 +260,7 @@ def _together(system: System, data: list[Any]) -> None:
 
 
 def _server_cpu(say: Say) -> None:
-    """CPU seconds of the server's event loop per gigabyte, from products that send much and return little, and back."""
+    """CPU seconds of the server's event loop per gigabyte, from products with large operands or large results."""
     system = Cleave()
     try:
         cluster = system.cluster
@@ -288,7 +288,7 @@ def _server_cpu(say: Say) -> None:
         say("## Server CPU per gigabyte\n")
         say("| direction | CPU s per GB of the server's event loop |\n|---|---|")
         say(f"| down, sent | {down_s / down:.2f} |")
-        say(f"| up, received and put in its place | {up_s / up:.2f} |\n")
+        say(f"| up, received and put in place | {up_s / up:.2f} |\n")
     finally:
         system.close()
 
@@ -344,10 +344,10 @@ def _demo_step(step: dict[str, int], rounds: int, say: Say) -> None:
     say("| | s | |\n|---|---|---|")
     say(f"| plain torch, {WORKERS} threads | {torch_s:.3f} | |")
     say(f"| cleave, {WORKERS} devices of one thread | {fleet_s:.3f} | {fleet_s / torch_s:.2f} x plain torch |")
-    say(f"| of it, the loop waits for devices | {mean['waiting']:.3f} | {mean['waiting'] / fleet_s:.0%} |")
+    say(f"| of which waiting for devices | {mean['waiting']:.3f} | {mean['waiting'] / fleet_s:.0%} |")
     say(f"| CPU of the server: torch, event loop | {mean['server']:.3f} | |")
     say(f"| CPU of the devices | {mean['device']:.3f} | |")
-    say(f"| of it, multiplying | {mean['compute']:.3f} | |")
+    say(f"| of which compute | {mean['compute']:.3f} | |")
     say(f"| bytes down, up | | {mean['down'] / 1e6:.0f} MB, {mean['up'] / 1e6:.0f} MB |\n")
 
 

@@ -1,8 +1,7 @@
-"""Cleave, dask.distributed and Ray, each with two single-threaded workers here, behind one small interface.
+"""Cleave, dask.distributed and Ray, each with two single-threaded local workers, behind one small interface.
 
-All of them cut a product in two by rows (of the output, or of the inner side for tn) and put the halves together
-here. A handle keeps a matrix's halves, or a whole matrix, with the workers, so that what was sent once can be used
-again.
+All of them cut a product in two by rows (of the output, or of the inner dimension for tn) and join the halves in this
+process. A handle keeps a matrix, or its halves, with the workers, so that it is sent once and can be reused.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from cleave.protocol.programs import Layout
 Matrix = NDArray[np.float32]
 WORKERS = 2
 PRIORITIES: dict[Layout, int] = {"nn": 0, "nt": 1, "tn": 2}
-"""As in training: gradients of weights are waited for last. Ray has no such thing."""
+"""As in training: weight gradients come last. Ray has no priorities."""
 ROLES: dict[Layout, Role] = {"nt": "forward", "nn": "grad_input", "tn": "grad_weight"}
 
 
@@ -30,15 +29,15 @@ class System(Protocol):
     name: str
 
     def whole(self, matrix: Matrix) -> Any:
-        """A matrix that every worker needs whole."""
+        """Send a matrix to every worker as a whole."""
         ...
 
     def halves(self, matrix: Matrix) -> Any:
-        """A matrix of which each worker needs some rows."""
+        """Send half of a matrix's rows to each worker."""
         ...
 
     def start(self, layout: Layout, a: Any, b: Any) -> Any:
-        """op(a) op(b), not waited for."""
+        """Start computing op(a) op(b) without waiting."""
         ...
 
     def finish(self, started: Any) -> Matrix: ...
@@ -100,7 +99,7 @@ class Dask:
     name = "dask"
 
     def __init__(self) -> None:
-        dask: Any = import_module("dask")  # installed by make bench-live alone
+        dask: Any = import_module("dask")  # installed only by make bench-live
         distributed: Any = import_module("distributed")
         dask.config.set({"distributed.worker.daemon": True, "distributed.comm.compression": None})
         self._cluster = distributed.LocalCluster(

@@ -1,7 +1,7 @@
-"""Bytes of a step on the wire, of both grains, beside what the plan's formulas say.
+"""Bytes of a step on the wire, for both grains, compared with the plan's formulas.
 
-`python benchmarks/resident_bytes.py`: 4 layers of hidden 512, 2,048 tokens in 8 sequences, all weights trained, by four
-devices of this machine on one shaped Wi-Fi. The first step is left out; the others should not differ.
+`python benchmarks/resident_bytes.py`: 4 layers of hidden 512, 2,048 tokens in 8 sequences, all weights trained, on four
+local devices on one shaped Wi-Fi network. The first step is excluded; the others should not differ.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from cleave.errors import CleaveError
 from cleave.transport.shaped import Link
 
 _DEVICES = 4
-_WIFI = Link(medium_bytes_per_s=37.5e6, latency_s=0.002)  # on loopback bytes cost nothing, and plans spend them
+_WIFI = Link(medium_bytes_per_s=37.5e6, latency_s=0.002)  # on loopback bytes cost nothing, so plans waste them
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Bytes of a step, measured and by formula.")
-    parser.add_argument("--steps", type=int, default=3, help="the first warms up")
+    parser = argparse.ArgumentParser(description="Bytes of a step, measured and predicted.")
+    parser.add_argument("--steps", type=int, default=3, help="steps; the first is a warm-up")
     parser.add_argument("--wire", choices=["fp32", "bf16"], default="bf16")
     options = parser.parse_args()
     torch.set_num_threads(1)
     work = Work(hidden=512, layers=4, tokens=2048, sequence=256, full=True, steps=options.steps)
     print(f"# Bytes of a step: {_DEVICES} devices on one 300 Mbit/s Wi-Fi, wire {options.wire}\n")
     print("4 layers of hidden 512, 2,048 tokens, all weights trained.\n")
-    print("| grain | MB down | by formula | ratio | MB up | by formula | ratio | s a step |")
+    print("| grain | MB down | predicted | ratio | MB up | predicted | ratio | s per step |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     for grain in GRAINS:
         try:

@@ -1,6 +1,6 @@
 """Run a benchmark scenario: `python benchmarks/run.py benchmarks/scenarios/gemm_planner.toml [--save]`.
 
-METHODOLOGY.md says how to read what it prints. Threads are set to one before numpy is loaded.
+METHODOLOGY.md explains the output. Threads are set to one before numpy is loaded.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run a benchmark scenario.")
     parser.add_argument("scenario", type=Path)
-    parser.add_argument("--save", action="store_true", help="write results/DATE-NAME.md beside this file")
+    parser.add_argument("--save", action="store_true", help="write results/DATE-NAME.md next to this file")
     options = parser.parse_args()
     path: Path = options.scenario
     scenario = tomllib.loads(path.read_text())
@@ -33,7 +33,7 @@ def main() -> int:
     today = datetime.date.today().isoformat()
     say(f"# {scenario['title']}\n")
     say(f"{today}, `python benchmarks/run.py benchmarks/scenarios/{path.name} --save`, Python")
-    say(f"{platform.python_version()}, one thread; METHODOLOGY.md says how to read this.\n")
+    say(f"{platform.python_version()}, one thread; METHODOLOGY.md explains how to read this.\n")
     importlib.import_module(scenario["benchmark"]).run(scenario, say)
     if options.save:
         (Path(__file__).parent / "results" / f"{today}-{path.stem}.md").write_text("\n".join(lines))

@@ -1,8 +1,8 @@
 """Cost of the scheduler's events against the size of the fleet: `python benchmarks/schedule_scale.py`.
 
 Every device runs as many tasks as it may and has one waiting. The table gives microseconds per event, the median of
-many in one process, for 64, 1,024 and 8,192 devices; flat rows are the goal. The speed of a shared machine drifts, so a
-yardstick stands above them: a fixed computation in pure Python, measured with each fleet.
+many in one process, for 64, 1,024 and 8,192 devices; flat rows are the goal. The speed of a shared machine drifts, so
+the first row is a yardstick: a fixed computation in pure Python, measured with each fleet.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _PACE = Pace(flops_per_s=1e9, down_bytes_per_s=1e7, up_bytes_per_s=1e6, latency_
 _LONG_FLOPS, _SHORT_FLOPS = 1e13, 1e9
 _MEMORY_BYTES = 10**9
 _LATE = 8
-"""The last devices have short tasks, each a tick longer than the one before: one becomes late at a time."""
+"""Devices at the end with short tasks, each a tick longer than the previous: they become late one at a time."""
 _PART = Rectangle(0, 8, 0, 8)
 
 _T = TypeVar("_T")
@@ -135,7 +135,7 @@ def main() -> None:
 
 
 def measured(devices: int) -> dict[str, float]:
-    """Median microseconds of each kind of event, on one busy fleet."""
+    """Median microseconds per kind of event, on one busy fleet."""
     bench = Bench(devices)
     gc.collect()
     gc.freeze()
@@ -161,7 +161,7 @@ def measured(devices: int) -> dict[str, float]:
 
 
 def _one_due_us(bench: Bench) -> float:
-    """Tick until each of the devices with short tasks became late; median of the ticks in which one did."""
+    """Tick until all devices with short tasks are late; return the median of the ticks in which one became late."""
     times: list[float] = []
     while len(bench.ledger.late) < _LATE:
         started = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Whole steps in columns beside every other way to cut them, and how long planning takes (scenarios/step_planner.toml).
+"""Whole steps in columns compared with every alternative, and how long planning takes (scenarios/step_planner.toml).
 
-Fleets are drawn as those behind shared/PLANNER.md, number for number, so that its figures can stand beside these.
+Fleets are drawn exactly as those of shared/PLANNER.md, so that its figures are comparable with these.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def run(given: dict[str, object], say: Say) -> None:
 
 
 def fleet(kind: str, count: int, seed: int) -> Profiles:
-    """60 % phones, 30 % laptops, 10 % budget phones, or one kind; `symmetric` and `campus` have other links."""
+    """60% phones, 30% laptops, 10% budget phones, or one kind; `symmetric` and `campus` have other links."""
     rng = np.random.default_rng(seed)
     shares = _SHARES.get(kind, _SHARES["mixed"])
     classes: Ints = rng.choice(3, size=count, p=shares)
@@ -126,8 +126,8 @@ def _table(scenario: Scenario, say: Say) -> None:
         return plan_resident(profiles, shape, tokens, sequence=sequence, wire=wire)
 
     plan = columns("bf16")
-    say("## Llama-2-13B, 131,072 tokens, 1,024 mixed devices, server unlimited: seconds of a step\n")
-    say("Gemms are planned in full; attention by heads is added to them. Layer groups are a fluid estimate.\n")
+    say("## Llama-2-13B, 131,072 tokens, 1,024 mixed devices, server unlimited: seconds per step\n")
+    say("Gemms are planned in full, plus attention by heads. Layer groups are a fluid estimate.\n")
     say("| way | PLANNER.md | here |\n|---|---|---|")
     rows = {
         "every gemm alone, 2D": ("1847", alone.step_s + attention_s),
@@ -143,14 +143,14 @@ def _table(scenario: Scenario, say: Say) -> None:
     for name, (before, here_s) in rows.items():
         say(f"| {name} | {before} | {here_s:.1f} |")
     say(
-        f"\ncolumns: activations {plan.activation_s:.1f}, synchronisation {plan.synchronisation_s:.1f}, fill "
+        f"\ncolumns: activations {plan.activation_s:.1f}, synchronization {plan.synchronisation_s:.1f}, fill "
         f"{plan.fill_s:.1f} s; {plan.down_bytes / 1e9:.0f} GB down and {plan.up_bytes / 1e9:.0f} GB up through the "
         f"server; {len(plan.stages)} stages, {len(plan.left_out)} devices left out\n"
     )
 
 
 def _steps(scenario: Scenario, say: Say) -> None:
-    """Each refinement by itself: one recipe, its times bisected for a few shares of synchronisation."""
+    """Each refinement by itself: one recipe, its times bisected for a few shares of synchronization."""
     cells = [("llama-2-13b", "mixed", 1024), ("llama-2-13b", "phones", 1024)]
     cells += [("llama-2-7b", "mixed", 256), ("llama-2-7b", "campus", 256)]
     stages = {
@@ -159,7 +159,7 @@ def _steps(scenario: Scenario, say: Say) -> None:
         "+ attention and MLP apart": ("161 / 254 / 183 / 47", Recipe(least_count=1)),
         "+ slices": ("148 / 216 / 178 / 47", Recipe(least_count=0)),
     }
-    say("## What each refinement gives: 13B on 1,024 mixed / phones, 7B on 256 mixed / campus; seconds\n")
+    say("## Gain of each refinement: 13B on 1,024 mixed / phones, 7B on 256 mixed / campus; seconds\n")
     say("| columns | PLANNER.md | here |\n|---|---|---|")
     for name, (before, recipe) in stages.items():
         found = [_one_recipe(scenario, cell, recipe) for cell in cells]
@@ -195,9 +195,9 @@ def _grid(scenario: Scenario, say: Say) -> None:
     grid = scenario["grid"]
     small = product(grid["models"], grid["fleets"], grid["sizes"])
     cells = [(model, kind, size, scenario["tokens"]) for model, kind, size in small] + list(grid["large"])
-    say(f"## {len(cells)} cells: seconds of a step, server unlimited\n")
-    say("`gain` is the best rival's time over the columns'; the plan chosen is whichever is faster. Rivals are lower")
-    say("bounds or estimates in their favour.\n")
+    say(f"## {len(cells)} cells: seconds per step, server unlimited\n")
+    say("`gain` is the best rival's time over the columns'; the faster plan is chosen. Rivals are lower bounds or")
+    say("optimistic estimates.\n")
     say("| model | fleet | devices | tokens | columns | / area bound | best rival | | gain | / grouped gemms |")
     say("|---|---|---|---|---|---|---|---|---|---|")
     gains: list[float] = []
@@ -227,7 +227,7 @@ def _grid(scenario: Scenario, say: Say) -> None:
 
 def _caps(scenario: Scenario, say: Say) -> None:
     caps = scenario["caps"]
-    say("## Under a server cap: seconds of a step, devices that take part\n")
+    say("## Under a server cap: seconds per step (devices used)\n")
     say("| model | devices | " + " | ".join(f"{gbit:g} Gbit/s" for gbit in caps["gbit"]) + " |")
     say("|---" * (len(caps["gbit"]) + 2) + "|")
     for model, kind, size in caps["cells"]:
@@ -253,16 +253,16 @@ def _timing(scenario: Scenario, say: Say) -> None:
 
     say(f"## Planning time, {timing['model']}, {count:,} devices: seconds of CPU (wall clock)\n")
     first, spent = _timed(lambda: planned(profiles, None))
-    say(f"first plan: {spent}, step {first.step_s:.1f} s (at most 40 wanted)")
+    say(f"first plan: {spent}, step {first.step_s:.1f} s (target: at most 40)")
     rng = np.random.default_rng(scenario["seed"])
     stay = np.sort(rng.permutation(count)[: round(count * (1 - timing["loss"]))])
     rest = profiles.take(stay)
     again, spent = _timed(lambda: planned(rest, first))
-    say(f"again without {timing['loss']:.0%} of them: {spent}, step {again.step_s:.1f} s (at most 5 wanted)")
+    say(f"again without {timing['loss']:.0%} of them: {spent}, step {again.step_s:.1f} s (target: at most 5)")
     wander = rng.uniform(0.9, 1.1, count)
     moved = replace(profiles, up_bytes_per_s=profiles.up_bytes_per_s * wander)
     again, spent = _timed(lambda: planned(moved, first))
-    say(f"again with uplinks 10 % off: {spent}, step {again.step_s:.1f} s\n")
+    say(f"again with uplinks off by 10%: {spent}, step {again.step_s:.1f} s\n")
     live = named(timing["live_model"])
     sublayers = sublayers_of(live)
     say(f"live columns, {timing['live_model']} ({len(sublayers)} sublayers), best of {timing['runs']}:\n")

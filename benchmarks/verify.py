@@ -1,6 +1,6 @@
-"""Checking products (`core/verify`): honest blocks refused, lies caught, the smallest lie caught, what it costs.
+"""Verification of products (`core/verify`): honest blocks refused, lies caught, the smallest lie caught, and its cost.
 
-Blocks pass through the real codec; honest ones come from several kinds of data and orders of summation.
+Blocks pass through the real codec; honest ones come from several kinds of data and summation orders.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ def _multiply(a: Matrix, b: Matrix, order: Order) -> Matrix:
 def _honest(blocks: int, rng: np.random.Generator, say: Say) -> None:
     say("## Honest blocks\n")
     say("Seven kinds of data for each operand, three orders of summation, sums of 1 to 16,384 products. Worst: largest")
-    say("error over tolerance. Blocks whose results overflow the wire are flagged by right, and left to the recheck.")
-    say("Refused: by the whole of it (`judge`), as on the server; one in ten is looked at as a suspect's.\n")
+    say("error over tolerance. Blocks whose results overflow the wire are rightly flagged, and left to the recheck.")
+    say("Refused: by all checks together (`judge`), as on the server; one in ten is checked as a suspect's.\n")
     say("| format | blocks | tests (row x group) | flagged by check | worst | overflowed | refused |")
     say("|---|---|---|---|---|---|---|")
     for format in FORMATS:
@@ -155,7 +155,7 @@ def _lies(count: int, rng: np.random.Generator, say: Say) -> None:
         ("tiny: 1 to 8 of each", (1, 1, 1), 9),
     ):
         say(f"\n## Lies caught: {title}\n")
-        say(f"Of {count:,} each. One element is wrong by twice the tolerance of its test, or by six times.\n")
+        say(f"Out of {count:,} each. One element is wrong by two or six times the tolerance of its test.\n")
         say("| format | random | element x2 | element x6 | scaled by 1.1 | sign flipped | stale | zeros |")
         say("|---|---|---|---|---|---|---|---|")
         for format in FORMATS:
@@ -174,7 +174,7 @@ def _lies(count: int, rng: np.random.Generator, say: Say) -> None:
 def _is_right(
     c: Matrix, a: Matrix, b: Matrix, format: WireFormat, rng: np.random.Generator, *, harder: bool = False
 ) -> bool:
-    """As the server sees it."""
+    """The server's verdict."""
     terms = [(Rows(a), project(b, draw(rng, c.shape[1])))]
     return not len(judge(c, terms, lambda: [(a, b)], format, rng, harder=harder))
 
@@ -199,7 +199,7 @@ def _lie(rng: np.random.Generator, a: Matrix, b: Matrix, lie: Lie, factor: int, 
 
 
 def _tolerance(a: Matrix, b: Matrix, c: Matrix, row: int, col: int, format: WireFormat) -> float:
-    """Of one test, by the formula."""
+    """Tolerance of one test, by the formula."""
     group = slice(col - col % GROUP, col - col % GROUP + GROUP) if format != "fp32" else slice(0, len(c.T))
     part = c[row, group]
     bound = float(np.linalg.norm(a[row]) * np.linalg.norm(b[:, group]))
@@ -219,7 +219,7 @@ def _tolerance(a: Matrix, b: Matrix, c: Matrix, row: int, col: int, format: Wire
 def _smallest(elements: int, rng: np.random.Generator, say: Say) -> None:
     say("\n## The smallest single wrong element that is caught, in units of the rms of the block\n")
     say(f"Median and largest over {elements} elements of blocks of 32 x K x 1,024, normal data. Narrow: in groups")
-    say("of 32 columns. Recheck: its row computed again (of 10 elements).\n")
+    say("of 32 columns. Recheck: its row is recomputed (10 elements).\n")
     say("| format | K | check | narrow check | recheck |")
     say("|---|---|---|---|---|")
     for format in FORMATS:
@@ -264,9 +264,9 @@ def _threshold(caught: Callable[[float], bool]) -> float:
 
 def _pairs(pairs: int, rng: np.random.Generator, say: Say) -> None:
     say("\n## Two wrong elements that cancel: how many escape\n")
-    say(f"Of {pairs:,}, +d and -d in one group of a row of 1 x 256 x 128; d in tolerances of the honest row. Derived:")
-    say("at most tolerance / d, the tolerance being that of the row as told. Bought: d = |A_i| |B|_F, which buys the")
-    say("most. Signs: the same with r of +-1. Peaks: such a block of 64 rows, with the peaks of 8 rows rechecked.\n")
+    say(f"{pairs:,} pairs, +d and -d in one group of a row of 1 x 256 x 128; d in tolerances of the honest row.")
+    say("Derived: at most tolerance / d, with the tolerance of the row as returned. Bought: d = |A_i| |B|_F, which")
+    say("buys the most. Signs: the same with r of +-1. Peaks: a block of 64 such rows, with 8 peaks rechecked.\n")
     say("| format | d = 5, derived | d = 50, derived | bought, derived | signs, d = 50 | peaks |")
     say("|---|---|---|---|---|---|")
     for format in FORMATS:
@@ -302,9 +302,9 @@ def _pairs(pairs: int, rng: np.random.Generator, say: Say) -> None:
 
 
 def _cost(shapes: list[list[int]], repeats: int, rng: np.random.Generator, say: Say) -> None:
-    say("\n## Cost, in per cent of the product (fp32, one thread, best of runs)\n")
-    say("Results come in rectangles of 4 MB. Project: B r, once for a slice of B, for all users. Glance: for every")
-    say("result. Decode: the result (also without checks), and both operands as devices see them; numpy's codec.\n")
+    say("\n## Cost, in percent of the product (fp32, one thread, best of runs)\n")
+    say("Results come in rectangles of 4 MB. Project: B r, once per slice of B, shared by all users. Glance: for every")
+    say("result. Decode: the result (needed anyway), and both operands as devices see them; numpy's codec.\n")
     say("| M, K, N | product | format | glance | project | both | decode result | decode operands |")
     say("|---|---|---|---|---|---|---|---|")
     for m, k, n in shapes:

@@ -1,10 +1,10 @@
-"""Coverage-guided fuzzing of everything that reads bytes of strangers: `make fuzz`, or one target by hand:
+"""Coverage-guided fuzzing of everything that reads untrusted bytes: `make fuzz`, or one target by hand:
 
     python fuzz/decoders.py header|frames|stream|device [CORPUS] [-max_total_time=60] [other flags of libFuzzer]
 
-A target may raise nothing; a ProtocolError or a closed connection is how bad input should end. What crashes is written
-to a file, which repeats the crash when given in place of the corpus. Without a corpus it starts from tests/vectors, in
-build/fuzz. The laws themselves are in tests/protocol/test_fuzz.py.
+A target must not raise; bad input should end in a ProtocolError or a closed connection. A crashing input is written to
+a file, which reproduces the crash when given in place of the corpus. Without a corpus, fuzzing starts from
+tests/vectors, in build/fuzz. The laws themselves are in tests/protocol/test_fuzz.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ with atheris.instrument_imports(include=["cleave", "tests.support"]):
 
 
 def header(data: bytes) -> None:
-    """One header."""
+    """Decode one header."""
     try:
         message = messages.decode(data)
     except ProtocolError:
@@ -38,7 +38,7 @@ def header(data: bytes) -> None:
 
 
 def frames(data: bytes) -> None:
-    """Byte strings of one channel, each after its length in two bytes."""
+    """Assemble the byte strings of one channel, each preceded by its length in two bytes."""
     assembler = Assembler()
     try:
         for string in _strings(data):
@@ -49,7 +49,7 @@ def frames(data: bytes) -> None:
 
 
 def device(data: bytes) -> None:
-    """The same to a device, which does what they say."""
+    """Give the same byte strings to a device, which obeys them."""
     obedient.Device().obey(_strings(data))
 
 
@@ -62,7 +62,7 @@ def _strings(data: bytes) -> Iterator[bytes]:
 
 
 def stream(data: bytes) -> None:
-    """What comes over a socket after the handshake, in steps of the first byte's size."""
+    """Read a socket's bytes after the handshake; the first byte sets the step size."""
 
     async def read() -> None:
         connection.through(data[1:], step=1 + (data[0] if data else 0))
@@ -96,7 +96,7 @@ def _seeds(target: str) -> list[bytes]:
 
 
 def _joined(frames: list[tuple[bytes, bytes]]) -> bytes:
-    """What `_strings` takes apart."""
+    """Inverse of `_strings`."""
     return b"".join(len(data).to_bytes(2, "big") + data for frame in frames for data in frame if data)
 
 

@@ -1,7 +1,7 @@
-"""Settings, marks and fixtures of every test.
+"""Settings, markers and fixtures shared by all tests.
 
-No test depends on speed, so hypothesis has no deadline. Examples are the same in every run, so that CI is as green as
-the commit; `pytest --hypothesis-seed=random` looks further.
+No test depends on speed, so hypothesis has no deadline. Its examples are the same in every run, so a CI result depends
+on the commit alone; `pytest --hypothesis-seed=random` explores further.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from hypothesis import settings
 from tests.support.grids import covering_sample
 
-# Workers, servers and devices share the cores, and idle threads of a BLAS spin. It reads these when it is loaded.
+# Workers, servers and devices share the cores, and idle BLAS threads spin. BLAS reads these when it is loaded.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
     os.environ.setdefault(_variable, "1")
 
@@ -28,7 +28,7 @@ settings.load_profile("unhurried")
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow each case of a `grid` that its covering sample can do without."""
+    """Mark each case of a `grid` outside its covering sample as slow."""
     grids: dict[tuple[str, int], list[pytest.Function]] = defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("grid")
@@ -42,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _parameters(function: pytest.Function) -> dict[str, Hashable]:
-    """A case's values; what cannot be compared stands for itself."""
+    """Parameter values of a case, with the id in place of an unhashable value."""
     values = function.callspec.params.items()
     return {name: value if isinstance(value, Hashable) else id(value) for name, value in values}
 
@@ -52,7 +52,7 @@ def interruptible() -> Iterator[None]:
     """Run every test as if from a terminal, where SIGINT interrupts.
 
     Under nohup and in the background of a script, a process starts with SIGINT ignored and passes that on to its
-    children. Cleave respects it, so tests that interrupt a run would wait for ever.
+    children. Cleave respects it, so tests that interrupt a run would wait forever.
     """
     inherited = signal.getsignal(signal.SIGINT)
     if inherited is signal.SIG_IGN:
@@ -63,9 +63,9 @@ def interruptible() -> Iterator[None]:
 
 @pytest.fixture
 def limit_files() -> Iterator[Callable[[int | None], None]]:
-    """Call it with a size that no file may exceed from now on, or None: such a disk takes a part of a write, then none.
+    """Limit the size of any file from now on, or lift the limit with None: writes come up short, then fail.
 
-    Threads and processes of the test share the limit.
+    Threads and child processes of the test share the limit.
     """
     resource = pytest.importorskip("resource")
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -79,7 +79,7 @@ def limit_files() -> Iterator[Callable[[int | None], None]]:
 
 @pytest.fixture
 def mount_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
-    """Makes a disk of so many bytes, where this process may mount one."""
+    """Mount a disk of a given size in bytes, or skip the test where mounting is not possible."""
     directory = tmp_path / "disk"
 
     def mount(size: int) -> Path:

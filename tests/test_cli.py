@@ -1,4 +1,4 @@
-"""The command line as a person or a script meets it: good input, bad input, stable formats."""
+"""The command line as a person or a script uses it: good input, bad input, stable formats."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def fleet(tmp_path: Path) -> str:
 
 @pytest.fixture
 def few(tmp_path: Path) -> str:
-    """A fleet so small that plans come soon."""
+    """A fleet small enough to plan quickly."""
     path = tmp_path / "few.csv"
     assert main(["fleet", "sample", "--mix", "phone=2,laptop=1", "--seed", "5", "--out", str(path)]) == 0
     return str(path)
@@ -40,7 +40,7 @@ def few(tmp_path: Path) -> str:
 
 @pytest.fixture
 def small(tmp_path: Path) -> str:
-    """A model of two layers, so small that plans come soon."""
+    """A model of two layers, small enough to plan quickly."""
     return write(tmp_path, json.dumps(CONFIG), "config.json")
 
 
@@ -116,7 +116,7 @@ def test_a_server_cap_never_makes_a_plan_faster(fleet: str, capsys: pytest.Captu
     assert times[1] > times[0]
 
 
-def test_the_tables_name_time_bound_limit_and_the_gpu(few: str, small: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_tables_show_time_bound_limit_and_the_gpu(few: str, small: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--gemm", "700,500,300", "--fleet", few]) == 0
     assert main(["plan", "--model", small, "--tokens", "64", "--grain", "gemm", "--fleet", few]) == 0
     text = " ".join(capsys.readouterr().out.split())
@@ -124,7 +124,7 @@ def test_the_tables_name_time_bound_limit_and_the_gpu(few: str, small: str, caps
         assert words in text
 
 
-def test_a_plan_by_columns_is_drawn_and_set_beside_every_other_way(
+def test_a_plan_by_columns_is_drawn_and_compared_with_every_rival(
     fleet: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", "--model", "opt-125m", "--tokens", "8192", "--fleet", fleet]) == 0
@@ -139,7 +139,7 @@ def test_a_plan_by_columns_is_drawn_and_set_beside_every_other_way(
         assert way in text
 
 
-def test_where_a_rival_wins_the_plan_says_which(few: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_names_the_rival_that_is_faster(few: str, capsys: pytest.CaptureFixture[str]) -> None:
     request = ["plan", "--model", "opt-125m", "--tokens", "8192", "--fleet", few]
     capsys.readouterr()
     assert main([*request, "--json"]) == 0
@@ -150,7 +150,9 @@ def test_where_a_rival_wins_the_plan_says_which(few: str, capsys: pytest.Capture
     assert "no units of its own" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_config_json_or_its_folder_is_a_model(few: str, small: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_json_or_its_folder_is_accepted_as_a_model(
+    few: str, small: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     capsys.readouterr()
     steps: list[float] = []
     for model in (small, str(Path(small).parent)):
@@ -169,7 +171,7 @@ def test_a_config_json_or_its_folder_is_a_model(few: str, small: str, capsys: py
     ],
     ids=["gemm", "gemms", "columns", "rival"],
 )
-def test_a_plot_is_a_picture(fleet: str, few: str, small: str, tmp_path: Path, what: str) -> None:
+def test_a_plot_is_written_as_an_image(fleet: str, few: str, small: str, tmp_path: Path, what: str) -> None:
     picture, files = tmp_path / "plan.png", {"FLEET": fleet, "FEW": few, "SMALL": small}
     assert main(["plan", *(files.get(word, word) for word in what.split()), "--plot", str(picture)]) == 0
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -280,7 +282,7 @@ def test_a_bad_mix_gives_one_sentence_and_exit_code_2(mix: str, capsys: pytest.C
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_help_loads_none_of_the_heavy_parts() -> None:
+def test_help_imports_no_heavy_modules() -> None:
     code = (
         "import sys\n"
         "from cleave.cli.main import main\n"

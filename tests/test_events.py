@@ -1,4 +1,4 @@
-"""The log of a run says all that happened, each line whole, whatever the disk and the process before did."""
+"""The log of a run holds every event in intact lines, whatever happened to the disk or to an earlier process."""
 
 from __future__ import annotations
 
@@ -39,14 +39,16 @@ def test_a_torn_tail_costs_no_other_line(tmp_path: Path, tail: bytes) -> None:
     assert path.read_bytes().endswith(b"\n")
 
 
-def test_a_line_is_found_behind_what_a_lost_power_line_left_in_front_of_it(tmp_path: Path) -> None:
+def test_a_line_is_found_behind_the_zeros_a_power_failure_left(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     path.write_bytes(b'\0\0\0{"event":"note","text":"here"}\n{"event":"note","text":"\xff"}\n')
     assert _texts(path) == ["here"]
 
 
 @pytest.mark.parametrize("room", range(0, 150, 10))
-def test_what_a_full_disk_refuses_is_written_when_there_is_room(tmp_path: Path, room: int, limit_files: Limit) -> None:
+def test_events_a_full_disk_refuses_are_written_once_there_is_room(
+    tmp_path: Path, room: int, limit_files: Limit
+) -> None:
     path = tmp_path / "events.jsonl"
     expected = [f"note {number}" for number in range(9)]
     limit_files(room)
@@ -62,7 +64,7 @@ def test_what_a_full_disk_refuses_is_written_when_there_is_room(tmp_path: Path, 
     assert len(path.read_bytes().splitlines()) == len(expected)
 
 
-def test_what_waits_is_written_at_the_close_at_the_latest(tmp_path: Path, limit_files: Limit) -> None:
+def test_pending_events_are_written_on_close_at_the_latest(tmp_path: Path, limit_files: Limit) -> None:
     path = tmp_path / "events.jsonl"
     limit_files(10)
     log = _log(path)
@@ -72,7 +74,7 @@ def test_what_waits_is_written_at_the_close_at_the_latest(tmp_path: Path, limit_
     assert _texts(path) == ["waits"]
 
 
-def test_a_log_that_cannot_even_be_opened_waits_for_that_too(tmp_path: Path) -> None:
+def test_events_wait_while_the_log_cannot_be_opened(tmp_path: Path) -> None:
     path = tmp_path / "run" / "events.jsonl"
     (tmp_path / "run").write_text("a file where the directory should be")
     log = _log(path)
@@ -83,7 +85,7 @@ def test_a_log_that_cannot_even_be_opened_waits_for_that_too(tmp_path: Path) -> 
     assert _texts(path) == ["waits", "goes"]
 
 
-def test_a_device_that_is_always_full_stops_nobody_and_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_stays_full_stops_nothing_and_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     path = Path("/dev/full")
     if not path.exists():
         pytest.skip("there is no /dev/full here")
@@ -92,11 +94,11 @@ def test_a_device_that_is_always_full_stops_nobody_and_is_told_once(caplog: pyte
         log(Note(text="into the void"))
     log.close()
     assert [record.getMessage() for record in caplog.records] == [
-        "cannot write /dev/full: No space left on device; make room there, until then it is kept in memory"
+        "cannot write /dev/full: No space left on device; make room there; until then records are kept in memory"
     ]
 
 
-def test_memory_is_bounded_and_the_gap_is_told(tmp_path: Path, limit_files: Limit) -> None:
+def test_memory_is_bounded_and_the_gap_is_reported(tmp_path: Path, limit_files: Limit) -> None:
     path = tmp_path / "events.jsonl"
     limit_files(10)
     log = _log(path, max_waiting=3)
@@ -106,11 +108,11 @@ def test_memory_is_bounded_and_the_gap_is_told(tmp_path: Path, limit_files: Limi
     log(Note(text="room"))
     log(Note(text="more"))
     log.close()
-    gap = "the disk was full for so long that 7 events are not here"
+    gap = "the disk was full for too long: 7 events were dropped"
     assert _texts(path) == ["note 0", "note 8", "note 9", "room", gap, "more"]
 
 
-def test_a_run_that_ended_before_its_first_step_is_read_back(tmp_path: Path) -> None:
+def test_a_run_that_ended_before_its_first_step_can_be_read_back(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     log = _log(path)
     log(RunFinished(step=0, loss=None, reason="the fleet is gone"))

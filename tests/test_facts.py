@@ -1,4 +1,4 @@
-"""The fact tables are complete, sourced and mean what README.md says of them."""
+"""The fact tables are complete, have sources, and mean what README.md says about them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DEVICE_NUMBERS = (
 )
 
 
-def test_every_csv_of_the_package_is_a_named_table() -> None:
+def test_every_csv_in_the_package_is_a_named_table() -> None:
     files = {entry.name for entry in resources.files("cleave.facts").iterdir() if entry.name.endswith(".csv")}
     assert files == {f"{name}.csv" for name in get_args(TableName)}
 
@@ -41,7 +41,7 @@ def test_every_row_has_a_source(name: TableName) -> None:
 
 
 @pytest.mark.parametrize("name", get_args(TableName))
-def test_the_readme_tells_of_every_table(name: TableName) -> None:
+def test_the_readme_describes_every_table(name: TableName) -> None:
     assert f"`{name}.csv`" in resources.files("cleave.facts").joinpath("README.md").read_text(encoding="utf-8")
 
 
@@ -52,7 +52,7 @@ def test_every_numeric_cell_of_a_device_is_a_plain_number_or_empty() -> None:
         assert row["sustained_basis"]
 
 
-def test_every_device_that_can_be_drawn_has_a_speed_a_memory_and_a_power() -> None:
+def test_every_device_that_can_be_drawn_has_speed_memory_and_power() -> None:
     for row in DEVICES:
         if float(row["weight"]) > 0:
             assert all(float(row[c]) > 0 for c in ("sustained_tflops", "ram_gb", "load_w")), row["device"]
@@ -66,7 +66,7 @@ def test_weights_add_up_to_one_within_each_class() -> None:
 
 
 def test_no_sustained_speed_contradicts_its_measurement() -> None:
-    """Those whose basis is a bare measurement carry the number of measured_gemm.csv."""
+    """A speed based on a bare measurement equals the number in measured_gemm.csv."""
     measured = [float(row["effective_tflops"]) for row in table("measured_gemm")]
     rows = [row for row in DEVICES if row["sustained_basis"].startswith("measured (")]
     assert len(rows) >= 5

@@ -1,4 +1,4 @@
-"""Laws of the sample that stands for a grid of test cases."""
+"""Laws of the sample that represents a grid of test cases."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support.grids import covering_sample
 
 
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.integers(1, 3))
-def test_a_sample_shows_every_combination_of_so_many_values(sizes: list[int], strength: int) -> None:
+def test_a_sample_contains_every_combination_of_the_given_strength(sizes: list[int], strength: int) -> None:
     axes = [[(f"axis {axis}", value) for value in range(size)] for axis, size in enumerate(sizes)]
     cases = [dict(case) for case in product(*axes)]
     sample = covering_sample(cases, strength)

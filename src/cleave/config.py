@@ -159,7 +159,7 @@ def load_config(path: Path | None, overrides: Mapping[str, object]) -> TrainConf
 
 def to_toml(config: TrainConfig) -> str:
     """Write a config that `load_config` reads back unchanged, except for the token, which is secret."""
-    lines = ["# The settings of this run, defaults included. To go on with it: cleave train --resume --out DIRECTORY"]
+    lines = ["# The settings of this run, defaults included. To resume it: cleave train --resume --out DIRECTORY"]
     for field in fields(config):
         value: object = getattr(config, field.name)
         if value is not None and field.name != "token":

@@ -82,7 +82,9 @@ class AppendedFile:
         except OSError as fault:
             if not self._failing:
                 cause = fault.strerror or fault
-                _LOG.error("cannot write %s: %s; make room there, until then it is kept in memory", self._path, cause)
+                _LOG.error(
+                    "cannot write %s: %s; make room there; until then records are kept in memory", self._path, cause
+                )
             self._failing = True
         else:
             self._failing = False

@@ -1,6 +1,6 @@
 """Every error Cleave raises on purpose.
 
-CleaveError                 root; the message is one sentence: what was expected, what came, what to do
+CleaveError                 root; the message is one sentence: what was expected, what was found, what to do
  ├─ InputError              bad user input: a file, flag, name or number
  │   ├─ FleetError          a fleet file or a mix
  │   └─ ModelError          a model name or a config.json

@@ -190,9 +190,7 @@ class EventLog:
     def __call__(self, event: AnyEvent) -> None:
         self._append(event)
         if (dropped := self._file.dropped) > self._reported and not self._file.waiting:
-            self._append(
-                Note(text=f"the disk was full for so long that {dropped - self._reported} events are not here")
-            )
+            self._append(Note(text=f"the disk was full for too long: {dropped - self._reported} events were dropped"))
             self._reported = dropped
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Settings that the command line, TOML files and the Python API share: what values each may take, and its default."""
+"""Settings shared by the command line, TOML files and the Python API: the allowed values and defaults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ POLICIES: Final[tuple[Policy, ...]] = get_args(Policy)
 WIRE: Final[WireFormat] = "fp32"
 GRAIN: Final[Grain] = "auto"
 OFFLOAD: Final[Offload] = "always"
-"""A fleet that is there is used; whoever wants the server to compute what is not worth sending says so."""
+"""Use the fleet by default; the server computes gemms that are not worth sending only on request."""
 TRUST: Final[Policy] = "sample"
 ALONE: Final[Alone] = "wait"
 ALONE_WAIT_S: Final = 3600.0

@@ -1,4 +1,4 @@
-"""Laws of what a device refuses: a program that does not fit its operands, in words and before anything is computed."""
+"""Laws of refusal: a program that does not fit its operands is refused with a reason, before anything is computed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _replaced(part: Any, name: str, **changed: Any) -> Any:
 
 
 def malformed(layer: Layer) -> dict[str, dict[str, Any]]:
-    """Changes to a forward program that make it nonsense."""
+    """Variants of a forward program that make no sense."""
     attention, mlp, put = layer.attention, layer.mlp, layer.bench.put
     head = layer.maker.head(9, "rms", **PLAIN)
     targets = put(np.zeros((CHUNK, 1), dtype=np.float32))
@@ -82,7 +82,7 @@ def malformed(layer: Layer) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("what", malformed(Layer()))
-def test_a_malformed_program_is_refused_in_words(what: str) -> None:
+def test_a_malformed_program_is_refused_with_a_reason(what: str) -> None:
     layer = Layer()
     changed = malformed(layer)[what]
     for unit in (layer.forward()[0], layer.backward()[-1]):
@@ -91,7 +91,7 @@ def test_a_malformed_program_is_refused_in_words(what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["dy", "unknown", "twice", "input"])
-def test_a_malformed_backward_is_refused_in_words(what: str) -> None:
+def test_a_malformed_backward_is_refused_with_a_reason(what: str) -> None:
     layer = Layer()
     for unit in layer.forward():
         layer.bench.done(unit)
@@ -117,7 +117,7 @@ def test_a_state_of_another_segment_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(0, 3), (3, -1)])
-def test_an_accumulator_of_no_size_is_refused(rows: int, cols: int) -> None:
+def test_an_accumulator_of_size_zero_is_refused(rows: int, cols: int) -> None:
     bench = Bench()
     with pytest.raises(ProtocolError, match="at least 1 x 1"):
         bench.run(Collect(accumulator=1, rows=rows, cols=cols))
@@ -128,8 +128,8 @@ _integers = st.sampled_from([-1, 0, 1, 2, 3, 4, 12, (1 << 31) - 1, 1 << 63]) | s
 
 @settings(max_examples=400, deadline=None, derandomize=True)
 @given(st.data())
-def test_any_numbers_at_all_are_computed_or_wait_or_are_refused(data: st.DataObject) -> None:
-    """Every integer of a program may be any other, and nothing but a ProtocolError comes of it."""
+def test_a_program_with_any_numbers_is_computed_waits_or_is_refused(data: st.DataObject) -> None:
+    """Any integer in a program may be replaced by any other; the only error is a ProtocolError."""
     layer = Layer()
     head = layer.maker.head(9, "rms", **PLAIN)
     targets = layer.bench.put(np.full((CHUNK, 1), 1e30, dtype=np.float32))
@@ -143,7 +143,7 @@ def test_any_numbers_at_all_are_computed_or_wait_or_are_refused(data: st.DataObj
 
 
 def _mutated(struct: Any, data: st.DataObject) -> Any:
-    """One integer somewhere in it is another."""
+    """Replace one integer somewhere in a struct."""
     names = [name for name in struct.__struct_fields__ if _has_numbers(getattr(struct, name))]
     name = data.draw(st.sampled_from(names))
     value = getattr(struct, name)

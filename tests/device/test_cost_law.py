@@ -1,4 +1,4 @@
-"""The device's own counts against the laws of `core/cost`: one law, whoever asks."""
+"""The device's own counts agree with `core/cost`: one cost law for planner, server and device."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from cleave.device.programs.resident import make_task
 
 steady = settings(max_examples=60, deadline=None, derandomize=True)
 TILE_ROWS, TILES = 16, 3
-"""What an attention makes at once at least, however small its tiles shall be."""
+"""The smallest tiles attention computes at once, however small a tile is configured."""
 
 
 @st.composite
 def models(draw: st.DrawFn, scale: int = 1) -> tuple[Builder, Decoder]:
-    """Two layers in every manner, windows too, with or without a head."""
+    """One or two layers of every kind, also with windows, with or without a head."""
     builder = Builder(4 * scale, np.random.default_rng(0), is_frozen=draw(st.booleans()))
     parts: list[Part] = []
     for _ in range(draw(st.integers(1, 2))):
@@ -70,7 +70,7 @@ class Held:
         self.dy = np.ones((rows, decoder.hidden if head is None else 2), dtype=np.float32)
 
     def forward_flops(self, chunk: int, *, is_silent: bool = False) -> tuple[float, int]:
-        """FLOPs, and the number of the state that is left."""
+        """FLOPs of a forward pass, and the number of the state it leaves."""
         self.bench.flops, state = 0.0, self.bench.number()
         for unit in self.journey.forward(self.x, chunk, state, is_silent=is_silent):
             self.bench.done(unit)
@@ -93,7 +93,7 @@ def law(demand: ShardDemand, direction: str, rows: int, chunk: int, *, is_silent
 
 @steady
 @given(st.data(), st.integers(1, 9))
-def test_row_by_row_a_device_makes_just_the_products_of_the_law(data: st.DataObject, rows: int) -> None:
+def test_row_by_row_a_device_computes_exactly_the_flops_of_the_cost_law(data: st.DataObject, rows: int) -> None:
     builder, decoder = data.draw(models())
     shard = data.draw(shards(decoder))
     held, demand = Held(builder, decoder, shard, rows), shard_demand(decoder, shard, rows)
@@ -105,9 +105,7 @@ def test_row_by_row_a_device_makes_just_the_products_of_the_law(data: st.DataObj
 
 @steady
 @given(st.data(), st.integers(2, 9), st.integers(2, 9))
-def test_in_chunks_it_only_adds_the_scores_that_a_tile_makes_in_vain(
-    data: st.DataObject, rows: int, chunk: int
-) -> None:
+def test_chunks_only_add_the_attention_scores_that_tiles_waste(data: st.DataObject, rows: int, chunk: int) -> None:
     builder, decoder = data.draw(models())
     shard = data.draw(shards(decoder))
     held, demand = Held(builder, decoder, shard, rows), shard_demand(decoder, shard, rows)
@@ -123,7 +121,7 @@ def test_in_chunks_it_only_adds_the_scores_that_a_tile_makes_in_vain(
 
 @steady
 @given(st.data(), st.integers(1, 6), st.integers(1, 40), st.sampled_from([1, 7, 40]))
-def test_no_unit_works_with_more_memory_than_the_law_says(
+def test_no_unit_needs_more_workspace_than_the_cost_law_says(
     data: st.DataObject, scale: int, sequence: int, chunk: int
 ) -> None:
     builder, decoder = data.draw(models(scale))
@@ -147,14 +145,14 @@ def test_no_unit_works_with_more_memory_than_the_law_says(
         found.run()
 
 
-def test_the_tiles_of_a_long_sequence_are_within_what_a_device_adds() -> None:
+def test_the_tiles_of_a_long_sequence_fit_the_devices_allowance() -> None:
     assert 4 * TILES * max(NumpyKernel.tile_elements, TILE_ROWS * 8 * 32_768) <= ALLOWANCE_BYTES
 
 
 @steady
 @given(st.data(), st.sampled_from([1, 16, 64]), st.sampled_from([1, 8, 64, 300]))
-def test_planner_and_server_count_the_same_of_a_shard(data: st.DataObject, chunk: int, sequence: int) -> None:
-    """Equal for whole sublayers; of slices, the planner counts the largest."""
+def test_planner_and_server_count_the_same_for_a_shard(data: st.DataObject, chunk: int, sequence: int) -> None:
+    """Equal for whole sublayers; for slices, the planner counts the largest."""
     _, decoder = data.draw(models())
     shard = data.draw(shards(decoder))
     chunk = min(chunk, sequence)

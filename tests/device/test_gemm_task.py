@@ -1,4 +1,4 @@
-"""Laws of one block on a device: however its strips arrive, its rectangles tile it once and are the product."""
+"""Laws of one block on a device: however its strips arrive, its rectangles tile it once and equal the product."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ layouts: st.SearchStrategy[Layout] = st.sampled_from(["nt", "nn", "tn"])
 
 
 def shapes(layout: Layout, rows: int, cols: int, inner: int) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Of a and b as they are stored."""
+    """Shapes of a and b as they are stored."""
     match layout:
         case "nt":
             return (rows, inner), (cols, inner)
@@ -50,7 +50,7 @@ class Bench:
         self.operands: dict[int, Matrix] = {}
         terms: list[tuple[int, int]] = []
         self.expected = np.zeros((rows, cols), dtype=np.float32)
-        for inner in inners:  # small whole numbers: sums of them are exact in any order
+        for inner in inners:  # small integers, whose sums are exact in any order
             a, b = (rng.integers(-3, 4, size).astype(np.float32) for size in shapes(layout, rows, cols, inner))
             number = len(self.operands) + 1
             self.operands[number], self.operands[number + 1] = a, b
@@ -95,7 +95,7 @@ class Bench:
             self.flops += chunk.flops
             if chunk.part is None:
                 continue
-            assert total(within(self.missing, chunk.part)) == chunk.part.area > 0, "it comes once and lies in the block"
+            assert total(within(self.missing, chunk.part)) == chunk.part.area > 0, "parts lie in the block, each once"
             self.missing = without(self.missing, chunk.part)
             self.parts.append(chunk.part)
             part = chunk.part
@@ -145,7 +145,7 @@ LARGE: list[tuple[Layout, int, int, list[int]]] = [
 
 @pytest.mark.parametrize("kernel", ["numpy", "torch"])
 @pytest.mark.parametrize(("layout", "rows", "cols", "inners"), LARGE)
-def test_large_blocks_come_in_rectangles_worth_sending(
+def test_large_blocks_are_returned_in_several_rectangles_of_limited_size(
     layout: Layout, rows: int, cols: int, inners: list[int], kernel: str
 ) -> None:
     bench = Bench(layout, rows, cols, inners, 1, NumpyKernel() if kernel == "numpy" else TorchKernel("cpu"))
@@ -159,8 +159,8 @@ def test_large_blocks_come_in_rectangles_worth_sending(
         assert len(bench.parts) > 1
 
 
-def test_a_square_grows_as_strips_come_in_turn() -> None:
-    """After half of both operands a quarter of an nt block is done."""
+def test_the_finished_square_grows_as_strips_alternate() -> None:
+    """After half of both operands, a quarter of an nt block is done."""
     bench = Bench("nt", 4096, 4096, [2], 0, NumpyKernel())
     done: list[int] = []
     for number in (1, 2, 2, 1):
@@ -171,7 +171,7 @@ def test_a_square_grows_as_strips_come_in_turn() -> None:
     bench.check()
 
 
-def test_rows_follow_once_b_is_whole() -> None:
+def test_rows_are_returned_as_they_arrive_once_b_is_complete() -> None:
     bench = Bench("nn", 8, 5, [4], 0, NumpyKernel())
     bench.arrive(1, 8)
     bench.arrive(2, 3)
@@ -182,7 +182,7 @@ def test_rows_follow_once_b_is_whole() -> None:
     assert bench.parts == [Rectangle(0, 8, 0, 5)]
 
 
-def test_a_sum_over_inner_rows_is_returned_at_its_end() -> None:
+def test_a_sum_over_inner_rows_is_returned_at_the_end() -> None:
     bench = Bench("tn", 4, 5, [4200], 0, NumpyKernel())
     for number in (1, 2):
         bench.arrive(number, 4100)
@@ -196,7 +196,7 @@ def test_a_sum_over_inner_rows_is_returned_at_its_end() -> None:
 
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
 @pytest.mark.parametrize(("rows", "cols"), [(3, 5), (4, 4), (0, 5), (4, -5), (1 << 40, 5)])
-def test_operands_that_do_not_make_the_block_are_refused(layout: Layout, rows: int, cols: int) -> None:
+def test_operands_that_do_not_match_the_block_are_refused(layout: Layout, rows: int, cols: int) -> None:
     bench = Bench(layout, 4, 5, [6], 0, NumpyKernel())
     for number in (1, 2):
         bench.arrive(number, 10)
@@ -216,7 +216,7 @@ def test_a_sum_of_transposed_terms_is_refused() -> None:
 
 
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
-def test_a_block_of_no_terms_is_refused(layout: Layout) -> None:
+def test_a_block_without_terms_is_refused(layout: Layout) -> None:
     with pytest.raises(ProtocolError):
         GemmTask(
             GemmProgram(layout=layout, terms=(), rows=4, cols=4), OperandStore(NumpyKernel(), 1), NumpyKernel()
@@ -225,7 +225,7 @@ def test_a_block_of_no_terms_is_refused(layout: Layout) -> None:
 
 @steady
 @given(layouts, st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), st.integers(1, 3), st.integers(0, 2**31))
-def test_torch_and_numpy_multiply_alike(
+def test_torch_and_numpy_give_the_same_products(
     layout: Layout, rows: int, cols: int, inner: int, terms: int, seed: int
 ) -> None:
     rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Resident layers are those of transformers: outputs, input gradients and every weight gradient, for any chunks."""
+"""Resident layers match transformers: outputs, input gradients and every weight gradient, for any chunk size."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HIDDEN, HEADS, KEY_HEADS, HEAD_DIM, INNER, ROWS, WINDOW = 32, 4, 2, 8, 44, 21, 6
 
 
 class Layer:
-    """A layer of transformers, and the same as parts on a bench."""
+    """A transformers layer, and the same layer as parts on a bench."""
 
     def __init__(self, name: str, kernel: Kernel) -> None:
         torch.manual_seed(1)
@@ -63,7 +63,7 @@ class Layer:
         return made(torch.zeros(1, ROWS, HIDDEN), torch.arange(ROWS)[None])
 
     def expected(self, x: Matrix, dy: Matrix, mask: Matrix | None) -> tuple[Matrix, Matrix]:
-        """Output and input gradient; those of the weights are in their parameters."""
+        """Output and input gradient; weight gradients are left in the parameters."""
         entering = torch.from_numpy(x)[None].requires_grad_()
         rows, keys = torch.arange(ROWS)[:, None], torch.arange(ROWS)[None]
         seen = (keys <= rows) & (keys > rows - (WINDOW if self.name == "mistral" else ROWS))
@@ -166,12 +166,14 @@ class Layer:
 @pytest.mark.parametrize("chunk", [1, 5, 8, ROWS])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "opt", "gpt2"])
 @pytest.mark.parametrize("is_padded", [False, True])
-def test_chunks_through_resident_parts_are_the_layer(name: str, chunk: int, kernel: str, is_padded: bool) -> None:
+def test_chunks_through_resident_parts_match_the_transformers_layer(
+    name: str, chunk: int, kernel: str, is_padded: bool
+) -> None:
     layer = Layer(name, NumpyKernel() if kernel == "numpy" else TorchKernel("cpu"))
     rng = np.random.default_rng(chunk)
     x, dy = (rng.standard_normal((ROWS, HIDDEN), dtype=np.float32) for _ in range(2))
     mask = np.ones((1, ROWS), dtype=np.float32) if is_padded else None
-    if mask is not None:  # not the first keys: rows that see none are another matter in transformers
+    if mask is not None:  # not the first keys: transformers treats rows that see no key differently
         mask[:, [9, 10, 18, 19, 20]] = 0
     y, dx = layer.expected(x, dy, mask)
     rotary = torch.cat(layer.rotary(), dim=-1)[0].numpy() if layer.is_rotary else None

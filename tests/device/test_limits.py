@@ -1,4 +1,4 @@
-"""What a volunteer was promised, end to end: a real process stays within its memory and threads, or says why not."""
+"""Promises to a volunteer, end to end: a real process stays within its memory and threads, or says why it cannot."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="
 
 
 def peak_bytes(process: int) -> int:
-    """The most memory that was ever resident."""
+    """Peak resident memory of a process."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{process}/status").read_text())
     assert found
     return int(found[1]) * 1024
 
 
 def thread_cpu_s(process: int) -> dict[str, float]:
-    """Seconds of processor time of each thread."""
+    """CPU seconds per thread."""
     used: dict[str, float] = {}
     for thread in Path(f"/proc/{process}/task").iterdir():
         fields = (thread / "stat").read_text().rpartition(")")[2].split()
@@ -50,7 +50,7 @@ def one_device() -> Generator[tuple[Fleet, int]]:
 
 
 def multiply(fleet: Fleet, tokens: int, width: int, out: int) -> None:
-    """All three products of a layer; a part of each is checked."""
+    """Compute all three products of a layer and check part of each."""
     rng = np.random.default_rng(tokens)
     x, weight, dy = (
         rng.standard_normal(shape, dtype=np.float32) for shape in ((tokens, width), (out, width), (tokens, out))
@@ -74,16 +74,16 @@ def multiply(fleet: Fleet, tokens: int, width: int, out: int) -> None:
         np.testing.assert_allclose(found[-3:], expected, rtol=1e-3, atol=1e-2)
 
 
-def test_a_process_never_takes_more_memory_than_it_was_given(one_device: tuple[Fleet, int]) -> None:
-    """Layers of several sizes, each of which would need more than all of it, come one after another."""
+def test_a_process_never_uses_more_memory_than_it_was_given(one_device: tuple[Fleet, int]) -> None:
+    """Layers of several sizes come one after another, each larger than the whole memory."""
     fleet, process = one_device
     for tokens, width, out in ((4000, 2500, 2500), (1060, 5200, 5200)):
         multiply(fleet, tokens, width, out)
         assert peak_bytes(process) < MEMORY_BYTES
 
 
-def test_one_thread_means_one_that_multiplies(one_device: tuple[Fleet, int]) -> None:
-    """Beside it is the one that receives and sends; a BLAS starts none of its own."""
+def test_one_thread_means_one_computing_thread(one_device: tuple[Fleet, int]) -> None:
+    """Next to the thread that sends and receives; BLAS starts none of its own."""
     fleet, process = one_device
     before_s, started = thread_cpu_s(process), time.monotonic()
     for _ in range(3):
@@ -123,7 +123,7 @@ def join(*arguments: str) -> subprocess.CompletedProcess[str]:
         (["127.0.0.1:1", "--threads", "0"], "from 1 up"),
     ],
 )
-def test_bad_input_is_one_sentence_and_code_2(arguments: list[str], said: str) -> None:
+def test_bad_input_gives_one_sentence_and_exit_code_2(arguments: list[str], said: str) -> None:
     ended = join(*arguments)
     assert ended.returncode == 2
     assert said in ended.stderr
@@ -131,8 +131,8 @@ def test_bad_input_is_one_sentence_and_code_2(arguments: list[str], said: str) -
     assert "Traceback" not in ended.stderr
 
 
-def test_an_address_where_nobody_listens_is_given_up_in_time() -> None:
-    with socket.socket() as bound:  # a port of our own on which nobody listens
+def test_dialing_an_address_where_nobody_listens_gives_up_in_time() -> None:
+    with socket.socket() as bound:  # a bound port on which nobody listens
         bound.bind(("127.0.0.1", 0))
         started = time.monotonic()
         ended = join(f"127.0.0.1:{bound.getsockname()[1]}", "--wait", "1", "--quiet")

@@ -1,4 +1,4 @@
-"""Laws of replays: what a device returned is found again, whatever multiplied, on every wire."""
+"""Laws of replays: they reproduce a device's results, whatever kernel multiplied, on every wire."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def runs(programs: list[Program], format: WireFormat = "fp32") -> Iterator[Messa
 
 
 def through(layers: int, hidden: int, rows: int, chunk: int, seed: int) -> tuple[Bench, list[Program], int]:
-    """Some layers and back, then every gradient; biases of keys too. And how many programs are no gradients."""
+    """A bench, the programs of a pass through some layers (with key biases) and back that ends by reading every
+    gradient, and the number of programs before those reads."""
     bench = Bench()
     maker = Maker(bench, hidden, seed)
     plain = {**PLAIN, "bias": True}
@@ -71,7 +72,7 @@ def through(layers: int, hidden: int, rows: int, chunk: int, seed: int) -> tuple
     seed=st.integers(0, 1000),
     format=st.sampled_from(FORMATS),
 )
-def test_torch_and_numpy_agree_as_far_as_audits_ask(
+def test_torch_and_numpy_agree_within_audit_tolerance(
     layers: int, hidden: int, rows: int, chunk: int, seed: int, format: WireFormat
 ) -> None:
     bench, programs, units = through(layers, hidden, rows, chunk, seed)
@@ -84,7 +85,7 @@ def test_torch_and_numpy_agree_as_far_as_audits_ask(
         assert disagreement(ours, theirs, format, least=least if number >= units else 0.0) < 0.3, programs[number]
 
 
-def test_a_replay_is_what_the_device_returns() -> None:
+def test_a_replay_gives_what_the_device_returns() -> None:
     layer = Layer()
     programs: list[Program] = [*layer.forward(), *layer.backward()]
     expected = [layer.bench.done(program) for program in programs]
@@ -92,7 +93,7 @@ def test_a_replay_is_what_the_device_returns() -> None:
         np.testing.assert_array_equal(found, result)
 
 
-def test_rectangles_of_a_result_are_put_together() -> None:
+def test_rectangles_of_a_result_are_assembled() -> None:
     bench, rng = Bench(), np.random.default_rng(0)
     a, b = (rng.normal(0, 1, (rows, 3)).astype(np.float32) for rows in (1200, 5000))
     program = GemmProgram(layout="nt", terms=((bench.put(a), bench.put(b)),), rows=1200, cols=5000)
@@ -100,7 +101,7 @@ def test_rectangles_of_a_result_are_put_together() -> None:
     assert_close(found, a @ b.T, 1e-6)
 
 
-def test_results_are_rounded_as_asked() -> None:
+def test_results_are_rounded_to_the_requested_format() -> None:
     layer = Layer()
     first = layer.forward()[0]
     for format in FORMATS:
@@ -111,7 +112,7 @@ def test_results_are_rounded_as_asked() -> None:
         np.testing.assert_array_equal(found, rounded)
 
 
-def test_what_is_dropped_begins_anew() -> None:
+def test_a_dropped_state_starts_over_in_a_replay() -> None:
     layer = Layer()
     first = layer.forward()[0]
     drop = Drop(operands=(layer.state,)), b""
@@ -119,7 +120,7 @@ def test_what_is_dropped_begins_anew() -> None:
     np.testing.assert_array_equal(one, two)
 
 
-def test_what_would_have_to_wait_is_refused() -> None:
+def test_a_replayed_task_that_would_have_to_wait_is_refused() -> None:
     layer = Layer()
     first, second, *_ = layer.forward()
     with pytest.raises(ProtocolError, match="has to wait"):
@@ -132,8 +133,8 @@ def test_what_would_have_to_wait_is_refused() -> None:
         list(replay([*stores(layer.bench), *runs([msgspec.structs.replace(first, parts=())])]))
 
 
-def test_results_come_as_they_are_asked_for() -> None:
-    """So that no more than one is there at once."""
+def test_results_are_computed_lazily() -> None:
+    """So that no more than one result is held at a time."""
     layer = Layer()
     programs: list[Program] = [*layer.forward()]
     asked: list[str] = []

@@ -1,4 +1,4 @@
-"""Laws of tasks over resident weights: when they wait, what they return, what they refuse, what they take in memory."""
+"""Laws of tasks on resident weights: when they wait, what they return, what they refuse, how much memory they take."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from cleave.protocol.programs import Collect
 # ------------------------------------------------------------------------------------------------ waiting
 
 
-def test_rows_wait_for_those_before_them_forward_and_after_them_backward() -> None:
+def test_rows_wait_for_earlier_rows_forward_and_later_rows_backward() -> None:
     layer = Layer()
     first, second, third = layer.forward()
     last, middle, start = layer.backward()
@@ -35,7 +35,7 @@ def test_rows_wait_for_those_before_them_forward_and_after_them_backward() -> No
     done(second)
     assert run(last) is None, "not all rows have gone forward"
     done(third)
-    assert run(third) is None, "it has gone"
+    assert run(third) is None, "backward has already run"
     assert run(start) is run(middle) is None
     done(last)
     assert run(start) is run(last) is None
@@ -43,7 +43,7 @@ def test_rows_wait_for_those_before_them_forward_and_after_them_backward() -> No
     done(start)
 
 
-def test_a_dropped_state_begins_anew() -> None:
+def test_a_dropped_state_starts_over() -> None:
     layer = Layer()
     units = layer.forward()
     before = [layer.bench.done(unit) for unit in units]
@@ -53,7 +53,7 @@ def test_a_dropped_state_begins_anew() -> None:
         np.testing.assert_array_equal(layer.bench.done(unit), expected)
 
 
-def test_a_state_rebuilt_in_silence_gives_the_same_backward() -> None:
+def test_a_silently_rebuilt_state_gives_the_same_backward() -> None:
     layer = Layer()
     trained = layer.maker.trained
     expected = layer.journey.go(layer.x, layer.dy, CHUNK, trained)
@@ -85,7 +85,7 @@ def test_a_task_waits_for_all_its_operands() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mlp", "head"])
-def test_what_has_no_attention_waits_for_nothing(kind: str) -> None:
+def test_parts_without_attention_wait_for_nothing(kind: str) -> None:
     layer = Layer()
     head = layer.maker.head(9, "rms", **PLAIN) if kind == "head" else None
     journey = Journey(
@@ -101,11 +101,11 @@ def test_what_has_no_attention_waits_for_nothing(kind: str) -> None:
     used = layer.bench.store.used_bytes
     for unit in reversed(units):
         layer.bench.done(unit)
-    assert layer.bench.store.used_bytes == used, "nor does it keep anything"
+    assert layer.bench.store.used_bytes == used, "nothing is kept either"
 
 
-def test_backward_that_failed_is_never_added_to() -> None:
-    """Half of its gradients may be in the state, so it must be made anew."""
+def test_a_failed_backward_is_never_added_to() -> None:
+    """Half of its gradients may already be in the state, so the state must be rebuilt."""
 
     class Failing(NumpyKernel):
         fails = False
@@ -149,10 +149,10 @@ def test_gradients_of_several_sequences_add_up_until_they_are_collected() -> Non
         assert_close(layer.bench.collect(operand, accumulator), 2 * alone.gradients[operand], 1e-5)
         layer.bench.store.drop((accumulator,))
         rows, cols = layer.bench.operands[operand].shape
-        assert layer.bench.run(Collect(accumulator=accumulator, rows=rows, cols=cols)) is None, "it is gone"
+        assert layer.bench.run(Collect(accumulator=accumulator, rows=rows, cols=cols)) is None, "already collected"
 
 
-def test_an_input_gradient_nobody_wants_is_not_returned() -> None:
+def test_an_unwanted_input_gradient_is_not_returned() -> None:
     layer = Layer()
     for unit in layer.forward():
         layer.bench.done(unit)
@@ -160,7 +160,7 @@ def test_an_input_gradient_nobody_wants_is_not_returned() -> None:
         np.testing.assert_array_equal(layer.bench.done(msgspec.structs.replace(unit, wants_dx=False)), [[0]])
 
 
-def test_large_results_come_in_bands_that_are_only_returned() -> None:
+def test_large_results_are_computed_once_and_returned_in_bands() -> None:
     bench = Bench(memory_bytes=1 << 28)
     maker = Maker(bench, 2048, 0)
     part = maker.mlp(2, "rms", "relu", gated=False, **PLAIN)
@@ -168,7 +168,7 @@ def test_large_results_come_in_bands_that_are_only_returned() -> None:
     (unit,) = Journey(bench=bench, parts=(part,)).forward(maker.normal(rows, 2048), rows, bench.number())
     task = make_task(unit, bench.store, bench.kernel)
     assert not task.only_returns
-    assert task.room_bytes == 0, "nobody knows yet"
+    assert task.room_bytes == 0, "not known yet"
     seen, flops = [], []
     while (chunk := task.next_chunk()) is not None:
         chunk.run()
@@ -200,7 +200,7 @@ def test_states_and_accumulators_count_as_memory_until_they_are_dropped() -> Non
     assert store.used_bytes == used + state + 4 * 9 * HIDDEN
     store.drop((layer.state, accumulator))
     assert store.used_bytes == used
-    assert store.spare_bytes == 0, "a task may still write to what is dropped, so nobody else gets it"
+    assert store.spare_bytes == 0, "a task may still write to a dropped array, so it is not reused"
 
 
 @pytest.mark.parametrize("room", [0, state_bytes([KEY_WIDTH], ROWS) - 1])
@@ -223,7 +223,7 @@ def test_an_accumulator_beyond_the_memory_is_refused() -> None:
         layer.bench.run(unit)
 
 
-def test_a_number_means_one_thing_only() -> None:
+def test_a_number_names_only_one_thing() -> None:
     layer = Layer()
     forward, accumulator = layer.forward(), layer.bench.number()
     weight = layer.mlp.up.weight
@@ -251,7 +251,7 @@ def test_a_number_means_one_thing_only() -> None:
 
 
 async def test_a_worker_takes_a_sequence_forward_and_back_in_any_order_of_messages() -> None:
-    """All tasks first, the last first, and then their operands."""
+    """All tasks first, in reverse order, and then their operands."""
     layer = Layer()
     expected = layer.journey.go(layer.x, layer.dy, CHUNK, layer.maker.trained)
     accumulators = {operand: layer.bench.number() for operand in layer.maker.trained}

@@ -1,4 +1,4 @@
-"""Laws of resident parts: any parts in any chunks are what torch's autograd says, and slices add up to the whole."""
+"""Laws of resident parts: any parts in any chunks agree with torch's autograd, and slices add up to the whole."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def mask_of(kind: str, rows: int) -> Matrix | None:
 
 @steady
 @given(kernels, st.integers(1, 19), st.integers(1, 19), masks, st.integers(0, 2**31), st.data())
-def test_a_run_of_parts_in_chunks_is_what_autograd_says(
+def test_a_run_of_parts_in_chunks_agrees_with_autograd(
     kernel: Kernel, rows: int, chunk: int, mask: str, seed: int, data: st.DataObject
 ) -> None:
     kernel.tile_elements = data.draw(st.sampled_from([1, 40, 1 << 18]))
@@ -202,7 +202,7 @@ def test_slices_of_a_part_add_up_to_the_whole(
 
 
 def _slices(maker: Maker, part: Part, count: int) -> list[Part]:
-    """Whole groups of heads, or columns of the MLP."""
+    """Slices by whole groups of heads, or by columns of the MLP."""
     shape = maker.bench.operands
     if isinstance(part, Mlp):
         width = shape[part.up.weight].shape[1 if part.up.is_transposed else 0]
@@ -240,11 +240,11 @@ def _slices(maker: Maker, part: Part, count: int) -> list[Part]:
     return sliced
 
 
-# ------------------------------------------------------------------------------------------------ what it takes
+# ------------------------------------------------------------------------------------------------ cost, range
 
 
 class Counted:
-    """numpy, counting its products."""
+    """The numpy kernel, counting its products."""
 
     def __init__(self) -> None:
         self.flops = 0.0
@@ -260,7 +260,7 @@ class Counted:
 
 @steady
 @given(st.integers(1, 12), st.integers(1, 12), st.booleans(), st.booleans(), st.integers(0, 2**31), st.data())
-def test_flops_are_those_of_the_products_that_are_made(
+def test_reported_flops_are_those_of_the_products_computed(
     rows: int, chunk: int, with_head: bool, is_silent: bool, seed: int, data: st.DataObject
 ) -> None:
     kernel = NumpyKernel()
@@ -290,7 +290,7 @@ def test_erf_is_right_to_single_precision() -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu"])
-def test_numbers_far_out_give_no_nan(activation: Any) -> None:
+def test_huge_activations_give_no_nan(activation: Any) -> None:
     bench = Bench()
     maker = Maker(bench, HIDDEN, 0)
     part = maker.mlp(9, "layer", activation, gated=True, bias=True, adapter=False, is_transposed=False)

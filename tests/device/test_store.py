@@ -1,4 +1,4 @@
-"""Laws of the store: it takes strips in order, never more than was offered, and refuses the rest in words."""
+"""Laws of the store: it takes strips in order, within the memory offered, and refuses the rest with a reason."""
 
 from __future__ import annotations
 
@@ -63,17 +63,17 @@ def test_strips_in_order_give_the_operand(rows: int, cols: int, heights: list[in
         assert held.ready_rows == top
         assert held.is_whole == (top == rows)
         np.testing.assert_array_equal(held.array[:top], matrix[:top])
-        assert store.used_bytes == held.bytes == 4 * rows * cols, "the first strip makes room for all of it"
+        assert store.used_bytes == held.bytes == 4 * rows * cols, "the first strip reserves memory for all"
 
 
-def test_memory_is_refused_beyond_the_cap_and_free_again_after_a_drop() -> None:
+def test_memory_beyond_the_cap_is_refused_and_freed_by_a_drop() -> None:
     store, matrix = OperandStore(NumpyKernel(), 100), numbers(4, 5)
     message, payload = strip(1, matrix, 0, 4)
     store.write(message, payload.data)
     assert store.used_bytes == 80
     with pytest.raises(ProtocolError, match="84 bytes more where 20 of 100 are left"):
         store.write(*strip(2, numbers(3, 7), 0, 3))
-    assert store.used_bytes == 80, "what was refused takes nothing"
+    assert store.used_bytes == 80, "a refused strip takes no memory"
     assert store.get(2) is None
     store.drop((1,))
     assert store.used_bytes == 0
@@ -93,7 +93,7 @@ def test_memory_is_refused_beyond_the_cap_and_free_again_after_a_drop() -> None:
         header(first_row=4, strip_rows=1),
     ],
 )
-def test_a_first_strip_elsewhere_is_refused(message: StoreMessage) -> None:
+def test_a_first_strip_that_does_not_start_at_row_zero_or_fit_is_refused(message: StoreMessage) -> None:
     with pytest.raises(ProtocolError):
         OperandStore(NumpyKernel(), 1000).write(message, bytes(max(0, 12 * message.strip_rows)))
 
@@ -110,7 +110,7 @@ def test_a_first_strip_elsewhere_is_refused(message: StoreMessage) -> None:
     ],
 )
 def test_a_strip_out_of_order_or_of_another_size_is_refused(message: StoreMessage) -> None:
-    """Rows 0-2 of 4 x 3 are there, so rows 2-4 of 4 x 3 come next and nothing else."""
+    """Rows 0-2 of 4 x 3 are stored, so only rows 2-4 of 4 x 3 may come next."""
     store = OperandStore(NumpyKernel(), 1000)
     store.write(*strip(1, numbers(4, 3), 0, 2))
     with pytest.raises(ProtocolError, match="expected rows from 2 on of operand 1 \\(4 x 3\\)"):
@@ -121,7 +121,7 @@ def test_a_strip_out_of_order_or_of_another_size_is_refused(message: StoreMessag
 
 
 @pytest.mark.parametrize(("rows", "cols"), [(0, 3), (3, 0), (-1, -1), (-2, 3)])
-def test_an_operand_of_no_size_is_refused(rows: int, cols: int) -> None:
+def test_an_operand_of_size_zero_is_refused(rows: int, cols: int) -> None:
     store = OperandStore(NumpyKernel(), 1000)
     with pytest.raises(ProtocolError, match="at least 1 x 1"):
         store.write(header(rows=rows, cols=cols, strip_rows=1), b"")
@@ -139,7 +139,7 @@ def test_a_size_beyond_all_memory_is_refused_before_anything_is_allocated() -> N
         OperandStore(NumpyKernel(), 1000).write(header(rows=1 << 40, cols=1 << 20, strip_rows=1), b"")
 
 
-def test_dropping_what_is_not_there_changes_nothing() -> None:
+def test_dropping_absent_operands_changes_nothing() -> None:
     store = OperandStore(NumpyKernel(), 1000)
     store.write(*strip(1, numbers(4, 3), 0, 4))
     store.drop((2, 3))
@@ -159,7 +159,7 @@ def test_int8_strips_carry_their_own_scales() -> None:
     np.testing.assert_allclose(held.array, matrix, atol=np.abs(matrix).max() / 254)
 
 
-def test_clearing_forgets_what_was_made_here_too() -> None:
+def test_clearing_also_forgets_states_and_accumulators() -> None:
     store = OperandStore(NumpyKernel(), 1000)
     store.make_state(1, (3,), 5)
     store.accumulator(2, 3, 4)

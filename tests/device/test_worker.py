@@ -1,4 +1,4 @@
-"""Laws of a worker, told by a server that follows a script: what it answers, what it forgets, when it ends."""
+"""Laws of a worker, driven by a scripted server: what it answers, what it forgets, when it ends."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MEMORY_BYTES = 1_000_000
 
 @dataclass
 class Script:
-    """The server's end: says what a test tells it to."""
+    """The server's end, scripted by a test."""
 
     channel: MemoryChannel
     worker: Worker
@@ -74,7 +74,7 @@ class Script:
         return received
 
     async def results(self, task: int, shape: tuple[int, int]) -> Matrix:
-        """All rectangles of a task, which must be the next messages to come."""
+        """The block assembled from all rectangles of a task, which must be the next messages."""
         output = np.full(shape, np.nan, dtype=np.float32)
         missing: list[Rectangle] | None = [Rectangle(0, shape[0], 0, shape[1])]
         while missing:
@@ -93,7 +93,7 @@ class Script:
         return output
 
     async def still_there(self) -> None:
-        """An answer to a probe is also the proof that everything sent before was taken."""
+        """Check by a probe that the worker is alive and has processed everything sent before."""
         await self.channel.send(messages.Probe(answer=0))
         assert isinstance((await self.receive()).message, messages.Probed)
 
@@ -130,14 +130,14 @@ async def joined(kernel: Kernel | None = None, memory_bytes: int = MEMORY_BYTES)
 
 
 def whole(rows: int, cols: int, seed: int = 0) -> Matrix:
-    """Small whole numbers: exact in any order, and in bf16."""
+    """Small integers: their sums are exact in any order, and in bf16."""
     return np.random.default_rng(seed).integers(-3, 4, (rows, cols)).astype(np.float32)
 
 
 # ------------------------------------------------------------------------------------------------ joining
 
 
-async def test_a_worker_says_what_it_offers_and_takes_the_name_it_is_given() -> None:
+async def test_a_worker_states_its_offer_and_takes_the_name_it_is_given() -> None:
     server, device = memory_pair()
     worker = Worker(device, NumpyKernel(), offer(), Contribution())
     joining = asyncio.ensure_future(worker.join())
@@ -163,7 +163,7 @@ async def test_a_worker_says_what_it_offers_and_takes_the_name_it_is_given() -> 
         (messages.Leaving(reason="?"), ProtocolError),
     ],
 )
-async def test_a_worker_that_is_not_welcome_does_not_stay(answer: AnyMessage, error: type[Exception]) -> None:
+async def test_a_worker_that_is_not_admitted_ends(answer: AnyMessage, error: type[Exception]) -> None:
     server, device = memory_pair()
     await server.send(answer)
     with pytest.raises(error):
@@ -174,7 +174,7 @@ async def test_a_worker_that_is_not_welcome_does_not_stay(answer: AnyMessage, er
 
 
 @pytest.mark.parametrize("format", ["fp32", "bf16", "fp16", "int8"])
-async def test_a_block_comes_back_in_the_format_asked_for(format: WireFormat) -> None:
+async def test_a_block_comes_back_in_the_requested_format(format: WireFormat) -> None:
     x, w = whole(50, 8), whole(30, 8, 1)
     async with joined() as script:
         await script.run(4, "nt", ((1, 2),), (50, 30), format=format)
@@ -186,7 +186,7 @@ async def test_a_block_comes_back_in_the_format_asked_for(format: WireFormat) ->
         np.testing.assert_allclose(output, x @ w.T, atol=tolerance)
 
 
-async def test_operands_may_come_before_or_after_the_task_and_serve_many() -> None:
+async def test_operands_may_arrive_before_or_after_a_task_and_serve_several() -> None:
     x, w, dy = whole(40, 6), whole(20, 6, 1), whole(40, 20, 2)
     async with joined() as script:
         await script.store(1, x)
@@ -243,7 +243,7 @@ async def test_a_cancelled_task_is_never_answered() -> None:
         assert script.contribution.tasks == 1
 
 
-async def test_a_probe_is_answered_with_what_it_asks_for() -> None:
+async def test_a_probe_gets_an_answer_of_the_requested_size() -> None:
     async with joined() as script:
         await script.channel.send(messages.Probe(answer=3000, payload=70_000), bytes(70_000))
         received = await script.receive()
@@ -256,7 +256,7 @@ async def test_a_probe_is_answered_with_what_it_asks_for() -> None:
 
 
 @pytest.mark.parametrize("rejoin", [True, False])
-async def test_a_goodbye_ends_it_and_frees_its_memory(rejoin: bool) -> None:
+async def test_a_bye_ends_a_worker_and_frees_its_memory(rejoin: bool) -> None:
     async with joined() as script:
         await script.store(1, whole(10, 10))
         await script.run(1, "nt", ((1, 2),), (10, 10))
@@ -267,7 +267,7 @@ async def test_a_goodbye_ends_it_and_frees_its_memory(rejoin: bool) -> None:
         assert script.worker._store.used_bytes == 0  # pyright: ignore[reportPrivateUsage]
 
 
-async def test_a_lost_connection_ends_it() -> None:
+async def test_a_lost_connection_ends_a_worker() -> None:
     async with joined() as script:
         await script.channel.close("the cable was cut")
         fault = await script.fault()
@@ -275,7 +275,7 @@ async def test_a_lost_connection_ends_it() -> None:
         assert "the cable was cut" in str(fault)
 
 
-async def test_a_worker_says_that_it_leaves() -> None:
+async def test_a_worker_announces_that_it_is_leaving() -> None:
     async with joined() as script:
         await script.worker.leave("stopped by its owner")
         assert (await script.receive()).message == messages.Leaving(reason="stopped by its owner")
@@ -318,7 +318,7 @@ async def test_a_server_that_breaks_the_protocol_loses_the_device(what: str) -> 
         assert isinstance(await script.fault(), ProtocolError)
 
 
-async def test_bytes_that_are_no_message_end_it() -> None:
+async def test_bytes_that_are_not_a_message_end_the_connection() -> None:
     async with joined() as script:
         await script.channel._send(b"not a message")  # pyright: ignore[reportPrivateUsage]
         assert isinstance(await script.fault(), ProtocolError)
@@ -342,7 +342,7 @@ class Faulty(NumpyKernel):
 
 
 @pytest.mark.parametrize("fault", [MemoryError, lambda: RuntimeError("out of memory on the GPU")])
-async def test_a_product_that_cannot_be_made_fails_and_the_worker_goes_on(fault: Callable[[], Exception]) -> None:
+async def test_a_product_that_cannot_be_computed_fails_and_the_worker_continues(fault: Callable[[], Exception]) -> None:
     x = whole(30, 5)
     async with joined(Faulty(fault, 1)) as script:
         await script.store(1, x)

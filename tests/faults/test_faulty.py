@@ -1,4 +1,4 @@
-"""Laws of the faulty channel: each fault is just what its name says, when the script says it."""
+"""Laws of the faulty channel: each fault does exactly what its name says, when the script says so."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ def result(task: int = 1) -> Result:
 
 
 def faulty(fault: Fault) -> tuple[FaultyChannel, MemoryChannel]:
-    """The device's end, at fault, and the server's."""
+    """The faulty device end and the server end of a channel."""
     server, device = memory_pair()
     return FaultyChannel(device, (fault,), np.random.default_rng(0)), server
 
 
 async def whole_stay(device: FaultyChannel, server: MemoryChannel) -> list[tuple[AnyMessage, bytes]]:
-    """Join, be given a task, answer it; what the server received within a minute."""
+    """Join, get a task and answer it; return what the server received within a minute."""
     seen: list[tuple[AnyMessage, bytes]] = []
 
     async def serve() -> None:
@@ -90,7 +90,7 @@ def test_a_fault_that_is_never_due_changes_nothing() -> None:
     ("phase", "sent"), [("joining", 0), ("receiving", 1), ("computing", 1), ("returning", 1), ("idle", 2)]
 )
 @pytest.mark.parametrize("kind", ["vanish", "half-open", "torn-frame"])
-def test_after_the_end_nothing_is_sent(kind: str, phase: str, sent: int) -> None:
+def test_nothing_is_sent_after_a_fault_that_ends_the_connection(kind: str, phase: str, sent: int) -> None:
     fault = Fault(kind=kind, phase=phase)  # pyright: ignore[reportArgumentType]
     assert seen_of(fault) == HONEST[:sent]
 
@@ -103,7 +103,7 @@ def test_a_stall_is_silent_for_its_time_and_a_slow_device_is_late_with_each_mess
 
 
 @pytest.mark.parametrize("manner", MANNERS["lie"])
-def test_a_lie_has_the_shape_of_the_truth(manner: str) -> None:
+def test_a_lie_has_the_shape_of_the_right_result(manner: str) -> None:
     hello, (told, payload) = seen_of(Fault(kind="lie", phase="joining", manner=manner))
     numbers = np.frombuffer(payload, dtype=np.float32).reshape(4, 4)
     assert (hello, told) == (HONEST[0], result())
@@ -119,25 +119,25 @@ def test_a_corrupt_payload_has_one_bit_flipped() -> None:
     assert np.unpackbits(flipped).sum() == 1
 
 
-def test_a_corrupt_header_is_another_or_none() -> None:
+def test_a_corrupt_header_never_arrives_as_it_was_sent() -> None:
     assert seen_of(Fault(kind="corrupt", phase="returning", manner="header"))[1:] != HONEST[1:]
 
 
-def test_what_is_said_twice_is_said_twice() -> None:
+def test_duplicates_and_replays_repeat_messages() -> None:
     assert seen_of(Fault(kind="duplicate", phase="joining")) == [HONEST[0]] * 2 + [HONEST[1]] * 2
     assert seen_of(Fault(kind="replay", phase="receiving", manner="besides")) == [HONEST[0], HONEST[0], HONEST[1]]
     assert seen_of(Fault(kind="replay", phase="receiving", manner="instead")) == [HONEST[0], HONEST[0]]
 
 
 @pytest.mark.parametrize(("manner", "kind"), [("probed", Probed), ("result", Result), ("failed", messages.Failed)])
-def test_a_flood_is_thousands_of_messages_and_then_the_truth(manner: str, kind: type[AnyMessage]) -> None:
+def test_a_flood_is_thousands_of_messages_and_then_the_honest_one(manner: str, kind: type[AnyMessage]) -> None:
     first, *flood, last = seen_of(Fault(kind="flood", phase="computing", manner=manner))
     assert [first, last] == HONEST
     assert len(flood) > 1000
     assert all(isinstance(message, kind) for message, _ in flood)
 
 
-def test_a_half_open_device_takes_nothing_more() -> None:
+def test_a_half_open_device_receives_nothing_more() -> None:
     async def main() -> None:
         device, server = faulty(Fault(kind="half-open", phase="joining"))
         await server.send(Probe(answer=0))
@@ -152,6 +152,6 @@ def test_the_same_seed_gives_the_same_fault() -> None:
     assert seen_of(fault) == seen_of(fault)
 
 
-def test_a_manner_that_is_not_one_of_its_kind_is_refused() -> None:
+def test_a_manner_of_another_kind_of_fault_is_refused() -> None:
     with pytest.raises(InputError, match="expected a manner of lie"):
         Fault(kind="lie", phase="idle", manner="closed")

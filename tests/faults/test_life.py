@@ -1,4 +1,4 @@
-"""Laws of a fleet over time: who is alone, who is too slow, whose token is revoked, who lies among five."""
+"""Laws of a fleet over time: servers alone, devices too slow or too small, revoked tokens, liars, stragglers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def told(world: World, kind: type[Any]) -> list[Any]:
 
 
 async def stand_in(channel: Channel) -> None:
-    """As `device/join` does it, but for measuring: here, multiplying takes no time."""
+    """Join like `device/join`, but without measuring: in virtual time, multiplying takes none."""
     offer = Offer(name="", token="", flops_per_s=1e10, memory_bytes=64_000_000)
     worker = Worker(channel, NumpyKernel(), offer, Contribution())
     await worker.join()
@@ -36,12 +36,12 @@ async def stand_in(channel: Channel) -> None:
     await channel.close()
 
 
-def test_with_nobody_there_the_server_computes_if_it_may() -> None:
+def test_with_no_device_connected_the_server_computes_if_allowed() -> None:
     async def scene() -> None:
         world = World(stand_in=stand_in)
         await world.products(layer(1))
         assert [event.reason for event in told(world, events.Paused)] == [
-            "no device is there; this server computes until one joins"
+            "no device is connected; this server computes until one joins"
         ]
         assert world.here() == {"this server"}
         await world.join("ann")
@@ -53,7 +53,7 @@ def test_with_nobody_there_the_server_computes_if_it_may() -> None:
     run(scene(), limit_s=LIMIT_S)
 
 
-def test_a_device_that_would_make_the_others_wait_is_told_so_and_left_idle() -> None:
+def test_a_device_that_would_hold_up_the_others_is_left_idle_with_a_reason() -> None:
     async def scene() -> None:
         world = World()
         for name in ("ann", "bob"):
@@ -71,7 +71,7 @@ def test_a_device_that_would_make_the_others_wait_is_told_so_and_left_idle() -> 
     run(scene(), limit_s=LIMIT_S)
 
 
-def test_who_joined_by_a_token_that_is_revoked_has_to_go(tmp_path: Any) -> None:
+def test_revoking_a_token_disconnects_the_devices_that_joined_with_it(tmp_path: Any) -> None:
     async def scene() -> None:
         keys = Keys(path=tmp_path / "keys.json")
         key, token = keys.add("device")
@@ -86,7 +86,7 @@ def test_who_joined_by_a_token_that_is_revoked_has_to_go(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("manner", ["random", "one", "scaled", "flipped", "stale", "zeros"])
-def test_a_liar_among_five_is_caught_each_time_and_quarantined(manner: str) -> None:
+def test_a_liar_among_five_devices_is_caught_every_time_and_quarantined(manner: str) -> None:
     async def scene() -> None:
         world = World()
         for name in ("ann", "bob", "cid", "dot"):
@@ -107,7 +107,7 @@ def test_a_liar_among_five_is_caught_each_time_and_quarantined(manner: str) -> N
     run(scene(), limit_s=LIMIT_S)
 
 
-def test_a_straggler_is_hedged_and_gets_less_from_then_on() -> None:
+def test_a_straggler_is_hedged_and_then_gets_less_work() -> None:
     async def scene() -> None:
         world = World()
         for name in ("ann", "bob"):
@@ -126,7 +126,7 @@ def test_a_straggler_is_hedged_and_gets_less_from_then_on() -> None:
     run(scene(), limit_s=LIMIT_S)
 
 
-def test_a_server_that_stands_in_needs_no_token() -> None:
+def test_a_server_that_computes_itself_needs_no_token() -> None:
     async def scene() -> None:
         world = World(stand_in=stand_in, keys=Keys("secret"))
         for number in range(5):
@@ -139,7 +139,7 @@ def test_a_server_that_stands_in_needs_no_token() -> None:
     run(scene(), limit_s=LIMIT_S)
 
 
-def test_a_device_that_comes_and_goes_leaves_the_server_standing_in() -> None:
+def test_the_server_computes_again_after_a_device_joins_and_leaves() -> None:
     async def scene() -> None:
         world = World(stand_in=stand_in)
         await world.products(layer(1))
@@ -152,7 +152,7 @@ def test_a_device_that_comes_and_goes_leaves_the_server_standing_in() -> None:
     run(scene(), limit_s=LIMIT_S)
 
 
-def test_more_liars_than_honest_devices_end_no_run() -> None:
+def test_a_run_survives_more_liars_than_honest_devices() -> None:
     async def scene() -> None:
         world = World()
         for name in ("ann", "bob"):
@@ -167,7 +167,7 @@ def test_more_liars_than_honest_devices_end_no_run() -> None:
     run(scene(), limit_s=LIMIT_S)
 
 
-def test_no_device_is_called_what_the_server_calls_itself() -> None:
+def test_no_device_can_take_the_servers_own_name() -> None:
     async def scene() -> None:
         world = World()
         taken = await world.join("this server")
@@ -178,7 +178,7 @@ def test_no_device_is_called_what_the_server_calls_itself() -> None:
     run(scene(), limit_s=LIMIT_S)
 
 
-def test_a_device_too_small_for_anything_makes_work_wait_for_another() -> None:
+def test_work_waits_for_another_device_when_the_only_one_is_too_small() -> None:
     async def scene() -> None:
         world = World()
         world.dial("tiny", memory_bytes=500)
@@ -193,7 +193,7 @@ def test_a_device_too_small_for_anything_makes_work_wait_for_another() -> None:
     run(scene(), limit_s=LIMIT_S)
 
 
-def test_who_is_sent_away_with_nothing_done_has_to_wait_each_time_longer() -> None:
+def test_a_device_disconnected_before_helping_waits_longer_each_time() -> None:
     async def scene() -> None:
         world = World()
         await world.join("ann")

@@ -1,8 +1,8 @@
-"""Every fault at every moment: whatever one device does, all products are right, in bounded time, by the others.
+"""Every fault at every moment: whatever one device does, the others compute all products right, in bounded time.
 
-Four honest devices and one at fault, the fastest by its own word, so that it is given the most. Everything is real but
-the network and the clock (`virtual.py`). A cell of the matrix is a kind of fault in one of its manners, and the phase
-in which it strikes, at once or a little later.
+Four honest devices and one faulty one, which claims to be the fastest and so gets the most work. Everything is real
+except the network and the clock (`virtual.py`). A cell of the matrix is a kind of fault in one of its manners, and the
+phase in which it strikes, at once or a little later.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from cleave.transport.faulty import MANNERS, Fault, Kind, Phase
 from cleave.transport.memory import MemoryChannel
 
 LIMIT_S = 90.0
-"""Virtual seconds for everything."""
+"""Limit on virtual seconds for everything."""
 ROUND_S = 20.0
-"""Virtual seconds for a product, which takes milliseconds, and for removing a device that is silent (some 10 s)."""
+"""Limit on virtual seconds for products, which take milliseconds, and for removing a silent device (about 10 s)."""
 HONEST = ("ann", "bob", "cid", "dot")
 KINDS: tuple[Kind, ...] = get_args(Kind)
 PHASES: tuple[Phase, ...] = get_args(Phase)
@@ -40,7 +40,7 @@ MEANINGLESS: dict[tuple[Kind, Phase], str] = {
     ("lie", "computing"): "a liar lies when it returns a result; before, it is as from the beginning (joining)",
 }
 ENDS: set[Kind] = {"vanish", "half-open", "stall", "torn-frame", "lie"}
-"""After these a device is of no use, so it must be gone from the fleet in the end."""
+"""After these a device is useless, so it must eventually leave the fleet."""
 
 
 def cells() -> list[Any]:
@@ -50,7 +50,7 @@ def cells() -> list[Any]:
         for phase in PHASES:
             manners = MANNERS.get(kind, ("", ""))
             for index, manner in enumerate(manners if (kind, phase) not in MEANINGLESS else ()):
-                after = 2 * (index % 2)  # at once, or when it has done some things right
+                after = 2 * (index % 2)  # at once, or after some right answers
                 fault = Fault(kind=kind, phase=phase, after=after, manner=manner, seconds=_seconds(kind, after))
                 name = "-".join(filter(None, (kind, manner, phase, str(after))))
                 is_sample = index == (KINDS.index(kind) + PHASES.index(phase)) % len(manners)
@@ -59,7 +59,7 @@ def cells() -> list[Any]:
 
 
 def _seconds(kind: Kind, after: int) -> float:
-    """A device that did some things right before it stalls wakes up again, with results nobody waits for any more."""
+    """A device that stalls after some right answers wakes up again, with results nobody waits for anymore."""
     if kind == "slow":
         return SLOW_S
     return STALL_S if kind == "stall" and after else math.inf
@@ -75,14 +75,14 @@ async def honest(world: World) -> None:
 
 
 def check_others(world: World) -> None:
-    """The honest are all here and never left; whoever else left has a reason."""
+    """Check that all honest devices are connected and never left, and that every departure has a reason."""
     left = world.departures()
     assert set(HONEST) <= world.here() - left.keys(), left
     assert all(left.values()), left
 
 
 @pytest.mark.parametrize("fault", cells())
-def test_one_device_at_fault_costs_nothing_but_time(fault: Fault) -> None:
+def test_one_faulty_device_costs_only_time(fault: Fault) -> None:
     async def main() -> None:
         world = World(seed=fault.after)
         await honest(world)
@@ -105,8 +105,8 @@ def test_one_device_at_fault_costs_nothing_but_time(fault: Fault) -> None:
     virtually(main())
 
 
-def test_a_run_can_be_repeated_to_the_last_event_and_microsecond() -> None:
-    """Else a cell that fails once in a while could not be looked into."""
+def test_a_run_is_reproducible_to_the_last_event_and_microsecond() -> None:
+    """Otherwise an intermittent failure of a cell could not be investigated."""
 
     async def main() -> tuple[list[events.AnyEvent], float]:
         world = World(seed=7)
@@ -136,7 +136,7 @@ PAIRS: tuple[tuple[Fault, Fault], ...] = (
 
 @pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].kind}+{pair[1].kind}")
 @pytest.mark.parametrize("is_one_device", [False, True], ids=["two-devices", "one-device"])
-def test_two_faults_at_once_cost_nothing_but_time(pair: tuple[Fault, Fault], is_one_device: bool) -> None:
+def test_two_simultaneous_faults_cost_only_time(pair: tuple[Fault, Fault], is_one_device: bool) -> None:
     async def main() -> None:
         world = World()
         await honest(world)
@@ -151,8 +151,8 @@ def test_two_faults_at_once_cost_nothing_but_time(pair: tuple[Fault, Fault], is_
 
 
 @pytest.mark.parametrize("seed", fast_and_slow(range(4), range(4, 12)))
-def test_one_honest_device_among_many_at_fault_is_enough(seed: int) -> None:
-    """Scripts at random; whoever loses its connection comes back, as `cleave join` does, with a script of its own."""
+def test_one_honest_device_among_many_faulty_ones_is_enough(seed: int) -> None:
+    """Random scripts; a device that loses its connection rejoins, like `cleave join`, with a new script."""
     rng = np.random.default_rng(seed)
 
     def draw() -> Fault:
@@ -186,7 +186,7 @@ def test_one_honest_device_among_many_at_fault_is_enough(seed: int) -> None:
 # ------------------------------------------------------------------------------------------------ going and returning
 
 
-def test_all_vanish_and_one_that_returns_finishes_the_work() -> None:
+def test_after_all_devices_vanish_one_that_returns_finishes_the_work() -> None:
     async def main() -> None:
         world = World()
         for name in HONEST:
@@ -203,8 +203,8 @@ def test_all_vanish_and_one_that_returns_finishes_the_work() -> None:
     virtually(main())
 
 
-def test_all_vanish_and_one_that_is_too_small_returns_before_one_that_is_not() -> None:
-    """Who has no room for anything must not end what waits for others."""
+def test_work_survives_a_too_small_device_returning_first_after_all_vanish() -> None:
+    """A device with no room for anything must not fail work that waits for others."""
 
     async def main() -> None:
         world = World()
@@ -221,8 +221,8 @@ def test_all_vanish_and_one_that_is_too_small_returns_before_one_that_is_not() -
 
 
 @pytest.mark.parametrize("kind", ["vanish", "half-open", "torn-frame"])
-def test_a_device_may_leave_and_return_under_its_name(kind: Kind) -> None:
-    """Also before the server knows that it left; then it has another name, until the first is free."""
+def test_a_device_can_leave_and_return_under_its_name(kind: Kind) -> None:
+    """Even before the server notices that it left; then it gets another name, until the first is free."""
 
     async def main() -> None:
         world = World()
@@ -245,7 +245,7 @@ def test_a_device_may_leave_and_return_under_its_name(kind: Kind) -> None:
     virtually(main())
 
 
-# ------------------------------------------------------------------------------------------------ at the door
+# ------------------------------------------------------------------------------------------------ admission
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_device_may_leave_and_return_under_its_name(kind: Kind) -> None:
     ],
     ids=str,
 )
-def test_a_device_that_says_absurd_things_of_itself_harms_nobody(offer: dict[str, Any]) -> None:
+def test_a_device_with_absurd_claims_about_itself_harms_no_other(offer: dict[str, Any]) -> None:
     async def main() -> None:
         world = World()
         await honest(world)
@@ -281,7 +281,7 @@ def test_a_device_that_says_absurd_things_of_itself_harms_nobody(offer: dict[str
 
 
 @pytest.mark.parametrize("name", ["", "ann", "server", "\0\x1b[2J", "\u202e" * 100, "x" * 60_000, "🔌" * 60])
-def test_a_device_may_call_itself_anything(name: str) -> None:
+def test_a_device_may_choose_any_name(name: str) -> None:
     async def main() -> None:
         world = World()
         await honest(world)
@@ -312,7 +312,7 @@ def test_a_device_may_call_itself_anything(name: str) -> None:
     ],
     ids=lambda said: "nothing" if said is None else said[:16].hex() or "empty",
 )
-def test_whoever_does_not_say_hello_is_sent_away_and_nobody_notices(said: bytes | None) -> None:
+def test_a_stranger_that_sends_no_hello_is_disconnected_without_effect(said: bytes | None) -> None:
     async def main() -> None:
         world = World()
         await honest(world)

@@ -1,7 +1,7 @@
-"""Laws of a server whose devices speak nonsense: only who does so is sent away, and no exception gets out.
+"""Laws of a server whose devices send nonsense: only the sender is disconnected, and no exception escapes.
 
-`World.close` fails if one does. The nonsense is golden frames of tests/vectors, mutated (tests/wire/mutations.py), from
-devices that have joined, and so are listened to.
+`World.close` fails if one does. The nonsense is mutated golden frames (tests/vectors, tests/support/mutations.py) from
+devices that have joined, so that the server listens to them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from cleave.transport.faulty import FaultyChannel
 FRAMES = [frame for frame in mutations.golden() if isinstance(messages.decode(frame[0]), messages.FromDevice)]
 CONNECTIONS = 60
 JOINING = 12
-"""Messages of a device until it has joined, at most."""
+"""Maximum number of messages a device sends until it has joined."""
 
 
 async def admitted(world: World) -> Channel:
-    """A connection whose device has joined, and is too slow to be given work."""
+    """A connection whose device has joined but is too slow to get work."""
     channel, before = world.connect(), len(world.joined())
-    name = f"eve {before}"  # under its old name, one that was sent away has to wait
+    name = f"eve {before}"  # under its old name, a disconnected device would have to wait
     await channel.send(Hello(version=messages.VERSION, name=name, flops_per_s=1e3, memory_bytes=1 << 20, kernel="no"))
     assert isinstance((await channel.receive()).message, Welcome)
     probing = asyncio.ensure_future(_answer(channel))
@@ -49,7 +49,7 @@ async def _answer(channel: Channel) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_mutated_messages_cost_only_their_sender_its_connection(seed: int) -> None:
+def test_mutated_messages_disconnect_only_their_sender(seed: int) -> None:
     async def main() -> None:
         rng, world = random.Random(seed), World()
         for name in ("ann", "bob"):
@@ -78,7 +78,7 @@ def test_mutated_messages_cost_only_their_sender_its_connection(seed: int) -> No
 
 
 class Mutating(FaultyChannel):
-    """After joining, half of what an honest device says is mutated on its way."""
+    """Mutates half of the messages an honest device sends after joining."""
 
     def __init__(self, inner: Channel, rng: random.Random) -> None:
         super().__init__(inner, (), np.random.default_rng(0))
@@ -93,7 +93,7 @@ class Mutating(FaultyChannel):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_working_device_whose_messages_are_mutated_harms_no_product(seed: int) -> None:
+def test_mutated_messages_from_a_working_device_harm_no_product(seed: int) -> None:
     async def main() -> None:
         rng, world = random.Random(seed), World()
         for name in ("ann", "bob"):

@@ -1,5 +1,5 @@
-"""What the planner says a step moves is what its channels carry: payloads to the byte, but for norms that every slice
-has; with headers, which describe whole runs of sublayers, a few percent more."""
+"""The planner predicts the bytes a step moves: payloads exactly, except for norms that every slice holds. Headers add a
+few percent, as they describe whole runs of sublayers."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from cleave.protocol.messages import AnyMessage
 from cleave.transport.base import Channel, Received
 from cleave.transport.faulty import FaultyChannel
 
-from tests.support.stacks import SmallDecoder, decoder  # isort: skip  # test_passes puts it on the path
+from tests.support.stacks import SmallDecoder, decoder  # isort: skip
 
 HEADERS, NORMS = 0.03, 0.001
 
 
 def judged(layout: Layout, chunk: int) -> Callable[..., ResidentPlan]:
-    """This arrangement, with the bytes that the planner foresees of it."""
+    """An arrangement with the bytes the planner predicts for it."""
 
     def arrange(profiles: Profiles, sublayers: Sequence[Sublayer], **given: Any) -> ResidentPlan:
         problem = Problem(
@@ -59,7 +59,7 @@ ARRANGEMENTS: dict[str, Callable[..., ResidentPlan]] = {
 
 
 class Counting(FaultyChannel):
-    """An honest channel that counts what is not headers."""
+    """An honest channel that counts payload bytes."""
 
     def __init__(self, inner: Channel) -> None:
         super().__init__(inner, (), np.random.default_rng(0))
@@ -81,7 +81,7 @@ def model() -> SmallDecoder:
 
 
 @pytest.mark.parametrize("name", ARRANGEMENTS)
-def test_a_step_moves_the_bytes_that_were_foreseen(name: str, model: SmallDecoder) -> None:
+def test_a_step_moves_the_predicted_bytes(name: str, model: SmallDecoder) -> None:
     async def main() -> None:
         world = World(arrange=ARRANGEMENTS[name])
         counters: list[Counting] = []
@@ -95,7 +95,7 @@ def test_a_step_moves_the_bytes_that_were_foreseen(name: str, model: SmallDecode
             await world.until(lambda number=number: len(world.joined()) > number)
         before = world.cluster.totals()
         for counter in counters:
-            counter.down_bytes = counter.up_bytes = 0  # what the probe took
+            counter.down_bytes = counter.up_bytes = 0  # forget the probe
         await go(world, model, sequences=4, sequence=256)
         after, plan = world.cluster.totals(), world.cluster.planning.latest
         assert plan is not None

@@ -1,8 +1,8 @@
-"""Whoever goes, fails or lags, and in whatever moment of a pass: the same losses and gradients, and nothing left over.
+"""Devices may leave, fail or lag at any moment of a pass: losses and gradients stay the same, and nothing is left over.
 
-Everything is real but the network and the clock. Each arrangement is run once undisturbed by one device alone, and
-what that gives is what every other run must give (that it is right is shown in `tests/training`). A cell is an
-arrangement, a device of it, the moment it meets its fate, and that fate.
+Everything is real except the network and the clock. One device alone, undisturbed, gives the result that every other
+run must match (`tests/training` shows that it is right). A cell is an arrangement, one of its devices, the moment it
+meets its fate, and that fate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cleave.transport.base import Channel
 
 LIMIT_S = 300.0
 ALLOWED = 2e-5
-"""Of a matrix's largest entry: sums are made in another order."""
+"""Tolerance relative to a matrix's largest entry, since sums are computed in another order."""
 SEQUENCES, SEQUENCE, CHUNK = 4, 6, 4
 Fate = Literal["vanish", "leave", "half-open", "fail", "stall", "slow"]
 FATES: tuple[Fate, ...] = get_args(Fate)
@@ -69,7 +69,7 @@ def names(layout: Layout) -> list[str]:
 async def go(
     world: World, model: SmallDecoder, *, seed: int = 0, sequences: int = SEQUENCES, sequence: int = SEQUENCE
 ) -> tuple[Matrix, Gradients]:
-    """A batch forward and back; without a head from a gradient that is drawn."""
+    """Run a batch forward and back; without a head, from a random gradient."""
     batch = model.batch(world.cluster, seed=seed, sequences=sequences, sequence=sequence)
     running = world.cluster.run(model.decoder, batch)
     outputs = await asyncio.wrap_future(running.outputs)
@@ -94,7 +94,7 @@ def expected(has_head: bool, seed: int) -> tuple[Matrix, Gradients]:
 def virtually(main: Coroutine[object, object, None]) -> None:
     for has_head in (True, False):
         for seed in (0, 1):
-            expected(has_head, seed)  # in a loop of its own, before this one
+            expected(has_head, seed)  # in its own loop, before this one
     run(main, limit_s=LIMIT_S)
 
 
@@ -119,13 +119,13 @@ def _near(ours: Matrix, theirs: Matrix) -> None:
 
 
 async def assert_nothing_is_left(world: World, devices: Sequence[Device]) -> None:
-    """No task anywhere, and soon none of what devices make for a pass on any that is still there."""
+    """Check that no task is left, and that connected devices soon drop all states and accumulators of the pass."""
     ledger = world.cluster.engine.ledger
     ledger.check()
     assert not ledger.is_busy
     async with asyncio.timeout(60.0):
         while any(_has_made(device) for device in devices if device.name in world.here()):
-            await asyncio.sleep(1.0)  # virtual, until all has been said
+            await asyncio.sleep(1.0)  # virtual, until all messages are through
 
 
 def _has_made(device: Device) -> bool:
@@ -141,7 +141,7 @@ def recovered(world: World) -> set[str]:
 async def doom(
     world: World, name: str, moment: Moment, fate: Fate, *, others: Sequence[Device] = (), memory_bytes: int = ROOMY
 ) -> Device:
-    """A device that joins, to meet its fate at a moment of its own; `others` vanish with it."""
+    """Join a device that meets its fate at the given moment; `others` vanish with it."""
     device: Device
 
     async def meet() -> bool:
@@ -178,7 +178,7 @@ async def doom(
 
 
 def cells() -> list[Any]:
-    """Every device of every arrangement at every moment; fates in turn, so that each comes at each moment."""
+    """Every device of every arrangement at every moment; fates rotate so that each occurs at each moment."""
     found: list[Any] = []
     for has_head in (True, False):
         for layout in LAYOUTS if has_head else ("slices",):
@@ -196,20 +196,20 @@ def cells() -> list[Any]:
 
 @pytest.mark.grid
 @pytest.mark.parametrize(("layout", "victim", "moment", "fate", "has_head"), cells())
-def test_a_pass_gives_the_same_whatever_becomes_of_one_device(
+def test_a_pass_gives_the_same_result_whatever_happens_to_one_device(
     layout: str, victim: str, moment: str, fate: Fate, has_head: bool
 ) -> None:
     async def main() -> None:
         world = World(arrange=arranged(LAYOUTS[layout]))
         devices: list[Device] = []
-        for name in [*names(LAYOUTS[layout]), "zoe"]:  # zoe is there for whoever is lost
+        for name in [*names(LAYOUTS[layout]), "zoe"]:  # zoe stands in for a lost device
             is_doomed = name == victim
             devices.append(await (doom(world, name, MOMENTS[moment], fate) if is_doomed else world.join(name)))
         doomed = next(device for device in devices if device.name == victim)
         assert_same(await go(world, decoder(has_head=has_head)), has_head)
         assert isinstance(doomed.channel, DoomedChannel)
         assert doomed.channel.is_met, "the moment must have come"
-        if moment in ("forward", "half read"):  # nor does it disturb the next
+        if moment in ("forward", "half read"):  # the next pass is undisturbed too
             assert_same(await go(world, decoder(has_head=has_head), seed=1), has_head, seed=1)
         await assert_nothing_is_left(world, devices)
         await world.close()
@@ -223,7 +223,7 @@ def test_a_pass_gives_the_same_whatever_becomes_of_one_device(
 @pytest.mark.grid(strength=1)
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("layout", ["pipeline", "mixed"])
-def test_two_that_vanish_at_once_cost_nothing_but_time(layout: str, moment: str) -> None:
+def test_two_devices_vanishing_at_once_cost_only_time(layout: str, moment: str) -> None:
     async def main() -> None:
         world = World(arrange=arranged(LAYOUTS[layout]))
         honest = [await world.join(name) for name in ("bob", "cid", "zoe")]
@@ -239,8 +239,8 @@ def test_two_that_vanish_at_once_cost_nothing_but_time(layout: str, moment: str)
 @pytest.mark.grid(strength=1)
 @pytest.mark.parametrize("has_head", [True, False], ids=["loss", "hidden"])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_all_vanish_and_those_that_come_later_do_the_work(moment: str, has_head: bool) -> None:
-    """Under the names of those who were there: nothing of their former life may count."""
+def test_after_all_devices_vanish_later_ones_finish_the_pass(moment: str, has_head: bool) -> None:
+    """Under the names of the vanished devices, whose former results must not count."""
 
     async def main() -> None:
         world = World(arrange=arranged(LAYOUTS["slices"]))
@@ -260,8 +260,8 @@ def test_all_vanish_and_those_that_come_later_do_the_work(moment: str, has_head:
 @pytest.mark.grid(strength=1)
 @pytest.mark.parametrize("has_head", [True, False], ids=["loss", "hidden"])
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_device_that_was_alone_comes_back_and_begins_again(moment: str, has_head: bool) -> None:
-    """With the very same plan: what of it was between stages may stay, sums that were begun may not."""
+def test_the_only_device_leaves_returns_and_starts_over(moment: str, has_head: bool) -> None:
+    """With the very same plan: stored activations may be kept, partial sums may not."""
 
     async def main() -> None:
         world = World(arrange=arranged([(1, [["ann"], ["ann"]]), (3, [["ann"]]), (1, [["ann"], ["ann"]])]))
@@ -277,7 +277,7 @@ def test_a_device_that_was_alone_comes_back_and_begins_again(moment: str, has_he
 
 
 @pytest.mark.parametrize("seed", fast_and_slow(range(2), range(2, 5)))
-def test_one_that_stays_is_enough_however_the_others_come_and_go(seed: int) -> None:
+def test_one_device_that_stays_is_enough_however_the_others_come_and_go(seed: int) -> None:
     rng = np.random.default_rng(seed)
     moments = list(MOMENTS.values())
 
@@ -308,11 +308,11 @@ def test_one_that_stays_is_enough_however_the_others_come_and_go(seed: int) -> N
     virtually(main())
 
 
-# ------------------------------------------------------------------------------------------------ what is told
+# ------------------------------------------------------------------------------------------------ reports, endings
 
 
 @pytest.mark.parametrize("layout", ["mates", "pipeline"])
-def test_when_a_loss_is_made_good_it_is_told_once(layout: str) -> None:
+def test_a_recovery_is_reported_once(layout: str) -> None:
     async def main() -> None:
         world = World(arrange=arranged(LAYOUTS[layout]))
         for name in ("bob", "zoe"):
@@ -328,7 +328,7 @@ def test_when_a_loss_is_made_good_it_is_told_once(layout: str) -> None:
     virtually(main())
 
 
-def test_whoever_goes_when_all_it_gave_is_there_costs_nothing() -> None:
+def test_a_departure_between_passes_needs_no_recovery() -> None:
     async def main() -> None:
         world = World(arrange=arranged(LAYOUTS["mates"]))
         ann, bob = [await world.join(name) for name in ("ann", "bob")]
@@ -343,8 +343,8 @@ def test_whoever_goes_when_all_it_gave_is_there_costs_nothing() -> None:
     virtually(main())
 
 
-def test_results_of_a_former_life_are_refused() -> None:
-    """A device that lags gives its sequences up; what it says of them when it wakes up counts no more."""
+def test_a_stalled_device_that_wakes_up_stays_and_its_stale_results_do_not_count() -> None:
+    """A lagging device gives up its sequences; its results for them no longer count when it wakes up."""
 
     async def main() -> None:
         world = World(arrange=arranged(LAYOUTS["mates"]))
@@ -354,7 +354,7 @@ def test_results_of_a_former_life_are_refused() -> None:
         assert any(isinstance(event, events.DeviceLate) and event.device == "ann" for event in world.events)
         assert world.loop.time() < STALL_S, "nobody waited for it"
         await asyncio.sleep(2 * STALL_S)
-        assert world.here() == {"ann", "bob"}, "to be late is no fault"
+        assert world.here() == {"ann", "bob"}, "being late is not a fault"
         assert_same(await go(world, decoder(), seed=1), seed=1)
         await assert_nothing_is_left(world, [ann, bob])
         await world.close()
@@ -362,7 +362,7 @@ def test_results_of_a_former_life_are_refused() -> None:
     virtually(main())
 
 
-def test_with_nobody_for_long_a_pass_ends_with_a_reason() -> None:
+def test_a_pass_left_without_devices_eventually_ends_with_a_reason() -> None:
     async def main() -> None:
         world = World(gone_s=20.0, arrange=arranged(LAYOUTS["mates"]))
         await doom(world, "ann", MOMENTS["backward"], "vanish")
@@ -375,7 +375,7 @@ def test_with_nobody_for_long_a_pass_ends_with_a_reason() -> None:
     virtually(main())
 
 
-def test_a_server_that_closes_ends_passes_with_a_reason() -> None:
+def test_closing_the_server_ends_a_pass_with_a_reason() -> None:
     async def main() -> None:
         world = World(arrange=arranged(LAYOUTS["mates"]))
         await doom(world, "ann", MOMENTS["computing"], "half-open")
@@ -390,7 +390,7 @@ def test_a_server_that_closes_ends_passes_with_a_reason() -> None:
     virtually(main())
 
 
-def test_a_device_that_can_do_nothing_is_not_asked_again_and_the_work_waits_for_another() -> None:
+def test_a_useless_device_is_not_asked_again_and_work_waits_for_another() -> None:
     async def main() -> None:
         world = World(arrange=arranged(LAYOUTS["mates"]))
 
@@ -412,7 +412,7 @@ def test_a_device_that_can_do_nothing_is_not_asked_again_and_the_work_waits_for_
     virtually(main())
 
 
-def test_a_device_that_can_go_forward_but_not_back_is_not_asked_for_ever() -> None:
+def test_a_device_that_can_only_run_forward_is_not_asked_forever() -> None:
     class Halfway(DoomedChannel):
         async def _come(self, when: Any, task: int) -> bool:
             return when != "returning" or self._kinds[task] != "backward"
@@ -425,7 +425,7 @@ def test_a_device_that_can_go_forward_but_not_back_is_not_asked_for_ever() -> No
 
         world.dial("ann", wrap=lambda inner: Halfway(inner, MOMENTS["before"], never))
         await world.until(lambda: "ann" in world.joined())
-        with pytest.raises(FleetGoneError, match="no device is there that can do it"):
+        with pytest.raises(FleetGoneError, match="no connected device"):
             await go(world, decoder())
         await world.close()
 
@@ -441,14 +441,14 @@ TIGHT: dict[str, Layout] = {
     "mates": [(2, [["ann", "bob"]]), (3, [["bob", "ann"]])],
 }
 LITTLE = 18_040
-"""What one device needs for all of the small decoder, with one sequence open."""
+"""Bytes one device needs for the whole small decoder, with one sequence open."""
 LARGE = decoder(hidden=128, head_dim=32, inner=768, words=512)
-"""Some 6 MB with its gradients; devices take 3 MB to work in beside."""
+"""About 6 MB with its gradients; devices need 3 MB of workspace on top."""
 
 
 @pytest.mark.parametrize("second", [0, 1, 5])
-def test_two_that_leave_half_read_are_made_good_in_memory_for_one_account(second: int) -> None:
-    """What makes up for each is read before the other's is begun."""
+def test_two_half_read_departures_are_recovered_in_memory_for_one_account(second: int) -> None:
+    """The replacement for one is read before the replacement for the other begins."""
 
     async def main() -> None:
         world = World(arrange=arranged([(5, [["ann", "bob", "cid"]])]))
@@ -479,10 +479,10 @@ def with_room() -> tuple[Matrix, Gradients]:
 @pytest.mark.parametrize("moment", ["never", "backward", "half read"])
 @pytest.mark.parametrize("layout", TIGHT)
 @pytest.mark.parametrize("memory_bytes", [4_500_000, 6_000_000, 7_000_000, 9_000_000])
-def test_with_just_enough_memory_a_pass_is_right_and_with_less_it_says_so(
+def test_a_pass_is_right_with_just_enough_memory_and_fails_with_a_reason_below(
     layout: str, moment: str, memory_bytes: int
 ) -> None:
-    """Whatever there is of it, nobody waits for ever, and no honest device is sent away."""
+    """With any amount of memory, nothing waits forever and no honest device is disconnected."""
     expected_here = with_room()
 
     async def main() -> None:
@@ -495,10 +495,10 @@ def test_with_just_enough_memory_a_pass_is_right_and_with_less_it_says_so(
         await world.until(lambda: len(world.joined()) == 2)
         work = asyncio.ensure_future(go(world, LARGE))
         await asyncio.wait([work], timeout=LIMIT_S / 2)
-        assert work.done(), "nobody waits for ever"
+        assert work.done(), "nothing waits forever"
         if isinstance(fault := work.exception(), FleetGoneError):
             assert memory_bytes < 9_000_000, fault
-            assert "MB" in str(fault), "it is told what is lacking"
+            assert "MB" in str(fault), "the error says how much memory is missing"
         else:
             assert_alike(work.result(), expected_here)
             await assert_nothing_is_left(world, [ann, bob])
@@ -509,8 +509,8 @@ def test_with_just_enough_memory_a_pass_is_right_and_with_less_it_says_so(
 
 
 @pytest.mark.parametrize("seed", fast_and_slow(range(4), range(4, 10)))
-def test_whatever_memory_devices_lend_the_planner_fits_the_model_in_or_it_is_told_why(seed: int) -> None:
-    """Between too little for anything, and enough for all of it on each."""
+def test_for_any_memory_sizes_the_model_fits_or_the_error_says_why(seed: int) -> None:
+    """From too little for anything to enough for the whole model on each device."""
     rng, expected_here = np.random.default_rng(seed), with_room()
 
     async def main() -> None:
@@ -521,7 +521,7 @@ def test_whatever_memory_devices_lend_the_planner_fits_the_model_in_or_it_is_tol
         await world.until(lambda: len(world.joined()) == count)
         work = asyncio.ensure_future(go(world, LARGE))
         await asyncio.wait([work], timeout=LIMIT_S / 2)
-        assert work.done(), (sizes, "nobody waits for ever")
+        assert work.done(), (sizes, "nothing waits forever")
         if isinstance(fault := work.exception(), FleetGoneError):
             assert "add devices or memory" in str(fault), (sizes, fault)
         else:

@@ -1,4 +1,4 @@
-"""Laws of virtual time: it costs none, it keeps order, and nothing can wait for ever."""
+"""Laws of virtual time: it costs no real time, keeps order, and lets nothing wait forever."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.support.virtual import Stuck, run
 
 
-def test_a_year_passes_at_once() -> None:
+def test_a_year_passes_instantly() -> None:
     async def year() -> float:
         await asyncio.sleep(365 * 86400)
         return asyncio.get_running_loop().time()
@@ -42,7 +42,7 @@ def test_timers_fire_in_order_and_timeouts_in_between() -> None:
     assert seen == ["a", "b", "c", "d", "e"]
 
 
-def test_what_would_wait_for_ever_is_named() -> None:
+def test_tasks_that_would_wait_forever_are_named() -> None:
     async def lonely() -> None:
         await asyncio.Event().wait()
 
@@ -50,7 +50,7 @@ def test_what_would_wait_for_ever_is_named() -> None:
         run(lonely(), limit_s=10)
 
 
-def test_what_goes_on_without_end_is_stopped() -> None:
+def test_endless_activity_is_stopped() -> None:
     async def restless() -> None:
         while True:
             await asyncio.sleep(1.0)
@@ -59,7 +59,7 @@ def test_what_goes_on_without_end_is_stopped() -> None:
         run(restless(), limit_s=100)
 
 
-def test_work_for_threads_is_done_here_in_virtual_time() -> None:
+def test_work_for_threads_runs_inline_in_virtual_time() -> None:
     async def main() -> tuple[bool, float]:
         here = threading.get_ident()
         return await asyncio.to_thread(threading.get_ident) == here, asyncio.get_running_loop().time()
@@ -69,7 +69,7 @@ def test_work_for_threads_is_done_here_in_virtual_time() -> None:
     assert 0 < took_s < 0.1
 
 
-def test_an_exception_nobody_caught_fails_the_run() -> None:
+def test_an_uncaught_exception_fails_the_run() -> None:
     async def main() -> None:
         asyncio.get_running_loop().call_soon(lambda: 1 / 0)
         await asyncio.sleep(1)

@@ -1,4 +1,4 @@
-"""Commands that must not outlive their test, and the settings of a small run that ends when the test says so."""
+"""Commands that do not outlive their test, and the settings of a small run that ends when the test says so."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tests.support.commands import Process, command, environment
 
 Start = Callable[..., Process]
-# In its warm-up, a run's learning rate does not depend on how many steps there will be, so tests may decide that later.
+# During warm-up, the learning rate does not depend on the total number of steps, so tests may decide that later.
 _SETTINGS = """
 model = "tiny-llama"
 data = '{data}'

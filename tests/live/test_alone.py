@@ -1,4 +1,4 @@
-"""A server that may compute by itself does so, with no device at all, and with the same numbers."""
+"""A server allowed to compute does so with no device at all, and with the same numbers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 from cleave import Fleet, events
 
 
-def test_a_product_with_no_device_is_computed_by_the_server_itself() -> None:
+def test_with_no_device_the_server_computes_a_product_itself() -> None:
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal(shape, dtype=np.float32) for shape in ((300, 200), (200, 150)))
     told: list[events.AnyEvent] = []
@@ -19,4 +19,4 @@ def test_a_product_with_no_device_is_computed_by_the_server_itself() -> None:
         np.testing.assert_allclose(fleet.matmul(a, b), a @ b, atol=1e-4)
     assert any(isinstance(event, events.Paused) for event in told)
     left = [event for event in told if isinstance(event, events.DeviceLeft)]
-    assert (left[0].device, left[0].reason) == ("this server", "a device is there again")
+    assert (left[0].device, left[0].reason) == ("this server", "a device joined")

@@ -1,4 +1,4 @@
-"""The server's own death: killed without warning, or its disk full, it costs neither work nor devices."""
+"""Death of the server: killed without warning or out of disk space, it loses neither work nor devices."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cleave.events import CheckpointSaved, Resumed, StepDone, read_events
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
-def test_a_device_of_its_own_comes_back_to_a_killed_server_and_the_losses_stay_the_same(
+def test_an_independent_device_rejoins_a_killed_server_and_losses_stay_the_same(
     tmp_path: Path, settings: str, start: Start
 ) -> None:
     out, address = tmp_path / "broken", f"127.0.0.1:{free_port()}"
@@ -43,7 +43,7 @@ def test_a_device_of_its_own_comes_back_to_a_killed_server_and_the_losses_stay_t
     assert [ours[step] for step in sorted(ours)] == pytest.approx(plain, abs=1e-4)
 
 
-def test_a_disk_that_is_full_for_a_while_costs_no_step_and_no_event(
+def test_a_temporarily_full_disk_costs_no_step_and_no_event(
     tmp_path: Path,
     settings: str,
     mount_disk: Callable[[int], Path],

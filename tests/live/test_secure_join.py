@@ -1,4 +1,4 @@
-"""A run that others can reach, as people start it: real processes, TLS, tokens shown once, and what is left on disk."""
+"""A run reachable from other machines, as people start it: real processes, TLS, tokens shown once, files on disk."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def join(home: Path, url: str, token: str) -> subprocess.CompletedProcess[str]:
     return run(home, "join", url, "--name", "guest", "--threads", "1", "--memory", "1GB", token=token)
 
 
-def test_a_run_with_tls_admits_only_devices_that_know_its_token_and_its_certificate(
+def test_a_tls_run_admits_only_devices_that_know_its_token_and_certificate(
     tmp_path: Path, settings: str, start: Start
 ) -> None:
     out = tmp_path / "run"
@@ -67,7 +67,7 @@ def keys_of(
     return _TrainingRun(TrainConfig(token=token, listen=listen), directory, resume=resume)._keys()
 
 
-def test_a_run_beyond_this_machine_makes_a_token_and_one_within_makes_none(tmp_path: Path) -> None:
+def test_only_a_run_reachable_from_other_machines_makes_a_token(tmp_path: Path) -> None:
     for listen in ("127.0.0.1:0", "localhost:7077", "[::1]:7077"):
         keys, token = keys_of(tmp_path / "here", listen=listen)
         assert keys.is_open
@@ -79,7 +79,7 @@ def test_a_run_beyond_this_machine_makes_a_token_and_one_within_makes_none(tmp_p
         assert keys.identify("") is None
 
 
-def test_a_device_that_waited_for_a_restart_rejoins_with_the_token_it_has(tmp_path: Path) -> None:
+def test_a_device_that_waited_for_a_restart_rejoins_with_its_old_token(tmp_path: Path) -> None:
     _, before = keys_of(tmp_path)
     keys, after = keys_of(tmp_path, resume=True)
     assert before != after
@@ -87,7 +87,7 @@ def test_a_device_that_waited_for_a_restart_rejoins_with_the_token_it_has(tmp_pa
     assert keys.identify(before)
 
 
-def test_a_chosen_token_is_one_key_however_often_the_run_resumes_until_it_is_revoked(tmp_path: Path) -> None:
+def test_a_chosen_token_stays_one_key_across_resumes_until_it_is_revoked(tmp_path: Path) -> None:
     for resume in (False, True, True):
         keys, token = keys_of(tmp_path, resume=resume, token="chosen by a person", listen="127.0.0.1:0")
         assert token == "chosen by a person"
@@ -97,10 +97,10 @@ def test_a_chosen_token_is_one_key_however_often_the_run_resumes_until_it_is_rev
         keys_of(tmp_path, resume=True, token="chosen by a person")
 
 
-def test_tokens_made_beforehand_are_enough_for_a_run_to_begin(tmp_path: Path) -> None:
+def test_a_run_can_start_with_tokens_made_beforehand(tmp_path: Path) -> None:
     person = Keys(path=tmp_path / FILE)
     _, admin_only = person.add("admin")
-    keys, made = keys_of(tmp_path)  # an administrator is no device
+    keys, made = keys_of(tmp_path)  # an administrator is not a device
     assert made
     assert keys.identify(admin_only) is None
     assert keys_of(tmp_path)[1] == ""
@@ -108,7 +108,7 @@ def test_tokens_made_beforehand_are_enough_for_a_run_to_begin(tmp_path: Path) ->
 
 
 def _printed(output: Path, server: Process) -> tuple[str, str, str]:
-    """Port, fingerprint and token, as the screen shows them."""
+    """Port, fingerprint and token as printed on the screen."""
     wait_until(lambda: JOIN.search(output.read_text()), server)
     shown = JOIN.search(output.read_text())
     assert shown

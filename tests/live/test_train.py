@@ -1,4 +1,4 @@
-"""`cleave train` as a person runs it: devices and servers in processes of their own, killed and joined by hand."""
+"""`cleave train` as a person runs it: devices and servers in separate processes, killed and joined by hand."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NEAR = 1e-4
 
 
 def assert_losses_are_plain_torchs(run_directory: Path, steps: int) -> None:
-    """Train the same run once more, in this process and without a fleet, and compare the loss of every step."""
+    """Repeat the run in this process without a fleet, and compare the loss of every step."""
     config = load_config(run_directory / "config.toml", {"steps": steps})
     plain, ours = train(config, run_directory.parent / "plain").losses, losses(run_directory)
     assert sorted(ours) == list(range(1, steps + 1))
@@ -71,7 +71,7 @@ def test_a_killed_device_costs_no_step_and_changes_no_loss(tmp_path: Path, setti
     assert_losses_are_plain_torchs(out, last_step(out))
 
 
-def test_a_device_that_joins_later_gets_work_and_an_interrupt_ends_it_and_the_run(
+def test_a_late_joiner_gets_work_and_an_interrupt_ends_device_and_run(
     tmp_path: Path, settings: str, start: Start
 ) -> None:
     out, address = tmp_path / "run", f"127.0.0.1:{free_port()}"

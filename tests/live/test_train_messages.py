@@ -1,4 +1,4 @@
-"""`cleave train` tells a person in one sentence why it cannot train, and with which exit code."""
+"""`cleave train` says in one sentence why it cannot train, and exits with the right code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TINY = ["--model", "tiny-llama", "--sequence", "32", "--batch", "2", "--devices"
 
 @pytest.fixture(autouse=True)
 def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Runs of this process stay in the test's directory, and leave torch's threads as they were."""
+    """Keep runs of this process in the test's directory, and restore torch's thread count."""
     before = torch.get_num_threads()
     monkeypatch.setenv("CLEAVE_HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -60,7 +60,7 @@ def test_a_process_with_wrong_input_ends_with_one_sentence_and_exit_code_2(tmp_p
     assert "missing" in ended.stderr
 
 
-def test_a_loss_that_is_not_a_number_ends_the_run_with_advice_and_loses_nothing(
+def test_a_nan_loss_ends_the_run_with_advice_and_loses_nothing(
     tmp_path: Path, settings: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     flags = ["--devices", "1", "--save-every", "1", "--learning-rate", "1e35", "--out", str(tmp_path / "run")]

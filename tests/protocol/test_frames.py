@@ -1,4 +1,4 @@
-"""Laws of framing: whatever the parts, the payload comes whole; whatever does not fit is a ProtocolError."""
+"""Laws of framing: however it is cut, a payload arrives whole; anything that does not fit is a ProtocolError."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def announced(size: int) -> bytes:
 
 @st.composite
 def cut_payloads(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
-    """A payload, and the same in pieces."""
+    """A payload, and the same payload in pieces."""
     payload = draw(st.binary(min_size=1, max_size=300))
     cuts = sorted(draw(st.sets(st.integers(1, len(payload)), max_size=6)) | {len(payload)})
     return payload, [payload[start:end] for start, end in zip([0, *cuts], cuts, strict=False)]
@@ -29,7 +29,7 @@ def cut_payloads(draw: st.DrawFn) -> tuple[bytes, list[bytes]]:
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(samples.anything(payload=st.just(0)), cut_payloads()), min_size=1, max_size=4))
-def test_messages_come_whole_and_in_order_however_their_payloads_are_cut(
+def test_messages_arrive_whole_and_in_order_however_their_payloads_are_cut(
     sent: list[tuple[AnyMessage, tuple[bytes, list[bytes]]]],
 ) -> None:
     assembler = Assembler()
@@ -64,7 +64,7 @@ def test_parts_are_views_that_cover_the_payload_in_order(size: int) -> None:
         assert cut[-1][-1] == payload[-1]  # no copy
 
 
-def test_parts_count_bytes_whatever_the_payload_is_made_of() -> None:
+def test_parts_are_measured_in_bytes_whatever_the_payload_type() -> None:
     numbers = memoryview(bytearray(8 * 5)).cast("d")
     assert [len(part) for part in parts(numbers)] == [40]
 
@@ -89,7 +89,7 @@ def test_two_payloads_never_share_memory() -> None:
 
 
 def padded(size: int) -> bytes:
-    """A valid header of just that length."""
+    """A valid header of exactly that length."""
     around = len(messages.encode(Leaving(reason="x" * 1000))) - 1000
     return messages.encode(Leaving(reason="x" * (size - around)))
 
@@ -126,13 +126,13 @@ def test_an_empty_part_is_refused() -> None:
         assembler.feed(b"")
 
 
-def test_what_is_sent_is_within_what_is_accepted() -> None:
+def test_the_limits_on_sending_are_within_those_on_receiving() -> None:
     assert HEADER_BYTES <= PART_BYTES <= MESSAGE_BYTES <= PAYLOAD_BYTES
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_damaged_streams_give_messages_or_a_protocol_error(seed: int) -> None:
-    """Some 4000 streams of headers and parts: mutated, reordered, cut short or pure noise."""
+    """About 4000 streams of headers and parts: mutated, reordered, cut short or pure noise."""
     rng = random.Random(seed)
     refused = 0
     for _ in range(1000):
@@ -159,4 +159,4 @@ def test_damaged_streams_give_messages_or_a_protocol_error(seed: int) -> None:
                 assert whole is None or len(whole[1]) == whole[0].payload
         except ProtocolError:
             refused += 1
-    assert 300 < refused < 1000  # both happen
+    assert 300 < refused < 1000  # both outcomes occur

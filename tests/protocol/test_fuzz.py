@@ -1,7 +1,7 @@
-"""Laws of decoding what is not meant well: a message, or a ProtocolError, or a connection that ends; never worse.
+"""Laws of decoding hostile input: it gives a message, a ProtocolError or a closed connection, and nothing worse.
 
-Never worse means: no other exception, no endless loop, no memory that a peer has not earned by sending as much. The
-decoders see frames of tests/vectors that were mutated (`mutations.py`); `make fuzz` looks further, guided by coverage.
+Nothing worse means: no other exception, no endless loop, no more memory than the peer has sent bytes. The decoders see
+mutated frames of tests/vectors (`mutations.py`); `make fuzz` explores further, guided by coverage.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ randoms = st.randoms(use_true_random=False)
 
 
 def survives(header: bytes) -> bool:
-    """Whether it is a message; anything but a ProtocolError escapes and fails the test."""
+    """Whether a header is a message; anything but a ProtocolError escapes and fails the test."""
     try:
         message = messages.decode(header)
     except ProtocolError:
@@ -41,7 +41,7 @@ def survives(header: bytes) -> bool:
 
 
 def assembled(stream: list[bytes]) -> bool:
-    """Whether a stream of byte strings was taken to its end, each payload as long as announced."""
+    """Whether a stream of byte strings was accepted to its end, each payload as long as announced."""
     assembler = Assembler()
     try:
         for data in stream:
@@ -67,7 +67,7 @@ junk = st.recursive(
     max_leaves=12,
 )
 NAMES = sorted({field.name for kind in messages.AnyMessage.__args__ for field in msgspec.structs.fields(kind)})
-TYPES = [kind.__name__.lower() for kind in messages.AnyMessage.__args__]
+TYPES = [kind.type_name() for kind in messages.AnyMessage.__args__]
 
 
 @settings(max_examples=150)
@@ -96,8 +96,8 @@ def test_a_mutated_stream_of_frames_gives_whole_messages_or_a_protocol_error(
 
 
 @pytest.mark.parametrize("odd", ["x" * 60_000, "\x1b[2J" * 10_000, "\n" * 100], ids=["long", "screen", "lines"])
-def test_the_reason_a_header_is_refused_is_one_short_line_whatever_it_holds(odd: str) -> None:
-    """It goes to logs, to events and into the close frame; a stranger must not write there as much as it likes."""
+def test_the_reason_for_refusing_any_header_is_one_short_line(odd: str) -> None:
+    """It goes into logs, events and the close frame, where a stranger must not write as much as it likes."""
     for fields in ({"type": odd}, {"type": "run", "format": odd}, {"type": "probed", "down_s": odd}):
         with pytest.raises(ProtocolError) as refused:
             messages.decode(msgspec.msgpack.encode(fields))
@@ -105,8 +105,8 @@ def test_the_reason_a_header_is_refused_is_one_short_line_whatever_it_holds(odd:
         assert str(refused.value).isprintable()
 
 
-def test_what_is_announced_costs_nothing_until_it_comes() -> None:
-    """A header of 30 bytes must not make a server take 64 MB."""
+def test_an_announced_payload_costs_no_memory_until_it_arrives() -> None:
+    """A header of 30 bytes must not make a server allocate 64 MB."""
     tracemalloc.start()
     try:
         assemblers = [Assembler() for _ in range(100)]
@@ -122,7 +122,7 @@ def test_what_is_announced_costs_nothing_until_it_comes() -> None:
 
 @settings(max_examples=200)
 @given(st.lists(st.binary(max_size=400), max_size=4), st.integers(1, 5), st.integers(1, 64), randoms)
-async def test_messages_come_whole_however_they_are_fragmented_and_cut(
+async def test_messages_arrive_whole_however_they_are_fragmented_and_cut(
     sent: list[bytes], fragments: int, step: int, rng: random.Random
 ) -> None:
     data = b"".join(mutations.websocket(message, rng, fragments=fragments) for message in sent)
@@ -146,7 +146,7 @@ async def test_noise_gives_messages_or_ends_the_connection(data: bytes, step: in
 
 
 @pytest.mark.parametrize("length", [1 << 16, MESSAGE_BYTES + 1, 2**31, 2**63 - 1, 2**63, 2**64 - 1])
-async def test_a_frame_costs_at_most_a_message_whatever_length_it_announces(length: int) -> None:
+async def test_a_frame_costs_at_most_one_message_of_memory_whatever_it_announces(length: int) -> None:
     head = b"\x82\xff" + length.to_bytes(8, "big") + b"mask"
     tracemalloc.start()
     try:
@@ -159,7 +159,7 @@ async def test_a_frame_costs_at_most_a_message_whatever_length_it_announces(leng
         tracemalloc.stop()
 
 
-async def test_fragments_of_a_message_never_add_up_to_more_than_a_message() -> None:
+async def test_fragments_never_add_up_to_more_than_the_message_limit() -> None:
     rng = random.Random(0)
     piece = mutations.websocket(bytes(1 << 18), rng, first=0x02)
     first, later = bytes([piece[0] & 0x7F]) + piece[1:], bytes([0x00]) + piece[1:]
@@ -173,7 +173,7 @@ async def test_fragments_of_a_message_never_add_up_to_more_than_a_message() -> N
 # ------------------------------------------------------------------------------------------------ devices
 
 
-def test_golden_conversations_are_obeyed_to_their_end() -> None:
+def test_a_device_obeys_golden_conversations_to_the_end() -> None:
     for conversation in mutations.conversations():
         device = obedient.Device()
         assert device.obey(data for frame in conversation for data in frame if data)
@@ -184,15 +184,15 @@ def test_golden_conversations_are_obeyed_to_their_end() -> None:
 
 @settings(max_examples=400)
 @given(randoms)
-def test_a_device_obeys_or_refuses_a_server_gone_wrong_and_stays_within_its_memory(rng: random.Random) -> None:
+def test_a_device_obeys_or_refuses_a_broken_server_within_its_memory(rng: random.Random) -> None:
     obedient.Device().obey(obedient.mishap(rng))
 
 
 @pytest.mark.parametrize("mishaps", fast_and_slow([600], [3000]))
-def test_hundreds_of_servers_gone_wrong_crash_no_device_and_leave_nothing(mishaps: int) -> None:
+def test_hundreds_of_broken_servers_crash_no_device_and_leak_nothing(mishaps: int) -> None:
     rng = random.Random(3)
     went_well = sum(obedient.Device().obey(obedient.mishap(rng)) for _ in range(mishaps))
-    assert mishaps // 20 < went_well < mishaps  # both happen
+    assert mishaps // 20 < went_well < mishaps  # both outcomes occur
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -200,12 +200,12 @@ def test_hundreds_of_servers_gone_wrong_crash_no_device_and_leave_nothing(mishap
             obedient.Device().obey(obedient.mishap(rng))
         held, most = tracemalloc.get_traced_memory()
         assert held - before < 100_000
-        assert most - before < obedient.MEMORY_BYTES + (8 << 20), "what is computed on the way is as small as it"
+        assert most - before < obedient.MEMORY_BYTES + (8 << 20), "intermediate results stay small too"
     finally:
         tracemalloc.stop()
 
 
-# ------------------------------------------------------------------------------------------------ a long day
+# ------------------------------------------------------------------------------------------------ endurance
 
 
 def resident_bytes() -> int:
@@ -213,7 +213,7 @@ def resident_bytes() -> int:
 
 
 def one_mutation(rng: random.Random) -> tuple[bool, bool, bool]:
-    """One frame, mutated, through each decoder; which of them took it."""
+    """Whether each decoder accepted one mutated frame."""
     header, payload = rng.choice(FRAMES)
     bad = mutations.mutated(header, rng)
     stream = [bad, payload] if payload and rng.randrange(2) else [bad]
@@ -226,24 +226,24 @@ def one_mutation(rng: random.Random) -> tuple[bool, bool, bool]:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
 @pytest.mark.parametrize("mutated", fast_and_slow([20_000], [100_000]))
-async def test_thousands_of_mutated_frames_crash_nothing_and_leave_nothing(mutated: int) -> None:
+async def test_thousands_of_mutated_frames_crash_nothing_and_leak_nothing(mutated: int) -> None:
     rng = random.Random(20260)
 
     async def mutate(count: int) -> list[int]:
-        """How many of them each decoder took."""
+        """Number of frames each decoder accepted."""
         taken = [0, 0, 0]
         for number in range(count):
             for decoder, took in enumerate(one_mutation(rng)):
                 taken[decoder] += took
             if number % 100 == 0:
-                await asyncio.sleep(0)  # the event loop forgets the timers of streams that ended
+                await asyncio.sleep(0)  # lets the event loop forget the timers of closed streams
         return taken
 
-    await mutate(1000)  # what is kept for good is kept now
+    await mutate(1000)  # fills permanent caches
     before = resident_bytes()
     taken = await mutate(mutated)
     assert resident_bytes() - before < 32 << 20
-    assert all(mutated // 50 < count < mutated for count in taken), taken  # both happen
+    assert all(mutated // 50 < count < mutated for count in taken), taken  # both outcomes occur
     tracemalloc.start()
     try:
         await mutate(500)

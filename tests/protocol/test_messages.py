@@ -1,4 +1,4 @@
-"""Laws of headers: each message comes back as it went, and anything else is a ProtocolError and nothing worse."""
+"""Laws of headers: each message round-trips, and anything else is a ProtocolError and nothing worse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pack = msgspec.msgpack.encode
 
 
 def survives(header: bytes) -> bool:
-    """Whether it is a message; anything but a ProtocolError escapes and fails the test."""
+    """Whether a header is a message; anything but a ProtocolError escapes and fails the test."""
     try:
         message = messages.decode(header)
     except ProtocolError:
@@ -32,7 +32,7 @@ def survives(header: bytes) -> bool:
 
 @settings(max_examples=250)
 @given(samples.anything())
-def test_every_message_comes_back_as_it_went(message: AnyMessage) -> None:
+def test_every_message_round_trips(message: AnyMessage) -> None:
     header = messages.encode(message)
     assert messages.decode(header) == message
     assert messages.decode(memoryview(bytearray(header))) == message
@@ -46,7 +46,7 @@ def test_there_is_a_sample_of_every_kind() -> None:
 def test_a_header_is_a_map_of_field_names_that_begins_with_its_type(message: AnyMessage) -> None:
     plain = msgspec.msgpack.decode(messages.encode(message))
     assert list(plain) == ["type", *(field.name for field in msgspec.structs.fields(message))]
-    assert plain["type"] == type(message).__name__.lower()
+    assert plain["type"] == message.type_name()
 
 
 @pytest.mark.parametrize("message", samples.ONE_OF_EACH, ids=lambda message: type(message).__name__)
@@ -66,7 +66,7 @@ def test_only_fields_with_a_default_may_be_left_out(message: AnyMessage) -> None
 
 
 @pytest.mark.parametrize("message", samples.ONE_OF_EACH, ids=lambda message: type(message).__name__)
-def test_a_field_of_another_type_is_refused(message: AnyMessage) -> None:
+def test_a_field_of_the_wrong_type_is_refused(message: AnyMessage) -> None:
     plain = msgspec.msgpack.decode(messages.encode(message))
     for name in plain:
         for wrong in (None, b"bytes", [[]], {"a": 1}):
@@ -75,7 +75,7 @@ def test_a_field_of_another_type_is_refused(message: AnyMessage) -> None:
 
 @settings(max_examples=100)
 @given(samples.programs)
-def test_operands_are_all_a_program_names_but_what_a_device_makes(program: Program) -> None:
+def test_operands_lists_all_numbers_in_a_program_except_device_made_ones(program: Program) -> None:
     named = list(numbers_in(msgspec.to_builtins(program)))
     assert sorted(operands(program)) == sorted(named)
 
@@ -92,7 +92,7 @@ def numbers_in(plain: dict[str, Any]) -> Iterator[int]:
                 yield from each if isinstance(each, list | tuple) else (each,)
 
 
-def test_whole_numbers_do_for_fractions_but_not_the_other_way_round() -> None:
+def test_integers_are_accepted_for_floats_but_not_vice_versa() -> None:
     assert messages.decode(pack({"type": "probed", "down_s": 2})) == messages.Probed(down_s=2.0)
     assert not survives(pack({"type": "probe", "answer": 2.0}))
 
@@ -111,20 +111,20 @@ def test_whole_numbers_do_for_fractions_but_not_the_other_way_round() -> None:
         messages.encode(messages.Leaving(reason="x")) * 2,
         b"\x82\xa4type\xa7leaving\xa6reason\xa2\xff\xfe",  # not UTF-8
         b"\x82\xa4type\xa7leaving\xa6reason\xa3\xed\xa0\x80",  # half a surrogate pair
-        b"\x82\xa4type\xa4drop\xa8operands\xdd\xff\xff\xff\xff\x01",  # announces 4 G numbers, has one
+        b"\x82\xa4type\xa4drop\xa8operands\xdd\xff\xff\xff\xff\x01",  # announces 4 Gi numbers, has one
         b"\x82\xa4type\xa7leaving\xa6reason\xdb\xff\xff\xff\xff",
-        b"\x83\xa4type\xa7leaving\xa6reason\xa1x\xa1y" + b"\x91" * 60_000 + b"\x01",  # an unknown field, nested deep
+        b"\x83\xa4type\xa7leaving\xa6reason\xa1x\xa1y" + b"\x91" * 60_000 + b"\x01",  # an unknown field, deeply nested
         b"\x91" * 60_000,
     ],
     ids=lambda header: header[:24].hex(),
 )
-def test_what_is_no_message_is_a_protocol_error(header: bytes) -> None:
+def test_anything_but_a_message_is_a_protocol_error(header: bytes) -> None:
     with pytest.raises(ProtocolError, match="expected a message of protocol version 3, but "):
         messages.decode(header)
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes_are_no_message(header: bytes) -> None:
+def test_random_bytes_are_not_a_message(header: bytes) -> None:
     assert not survives(header)
 
 
@@ -137,4 +137,4 @@ def headers_gone_wrong(count: int) -> Iterator[bytes]:
 
 def test_a_damaged_header_is_a_message_or_a_protocol_error() -> None:
     outcomes = [survives(header) for header in headers_gone_wrong(4000)]
-    assert 100 < sum(outcomes) < 2000  # both happen
+    assert 100 < sum(outcomes) < 2000  # both outcomes occur

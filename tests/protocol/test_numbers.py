@@ -52,7 +52,7 @@ HARD: dict[WireFormat, Matrix] = {
 
 
 def same_halves(one: NDArray[np.uint8], other: NDArray[np.uint8], matrix: Matrix) -> None:
-    """Equal bits, and a NaN, whichever, where there was one."""
+    """Check for equal bits, and for any NaN where there was one."""
     nan = np.isnan(matrix).reshape(-1)
     first, second = one.view("<u2"), other.view("<u2")
     np.testing.assert_array_equal(first[~nan], second[~nan])
@@ -63,7 +63,7 @@ def same_halves(one: NDArray[np.uint8], other: NDArray[np.uint8], matrix: Matrix
 
 @quick
 @given(any_matrix)
-def test_fp32_is_exact_to_the_bit(matrix: Matrix) -> None:
+def test_fp32_is_bit_exact(matrix: Matrix) -> None:
     np.testing.assert_array_equal(bits(round_trip(matrix, "fp32")), bits(matrix))
 
 
@@ -73,7 +73,7 @@ def test_a_contiguous_matrix_is_not_copied_for_fp32() -> None:
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
-def test_halves_are_rounded_as_torch_rounds_them(wire: WireFormat) -> None:
+def test_half_precision_rounds_as_torch_does(wire: WireFormat) -> None:
     import torch
 
     matrix = HARD[wire]
@@ -88,7 +88,7 @@ def test_halves_are_rounded_as_torch_rounds_them(wire: WireFormat) -> None:
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
-def test_every_half_comes_back_as_the_same_half(wire: WireFormat) -> None:
+def test_every_half_precision_number_round_trips(wire: WireFormat) -> None:
     every = np.arange(1 << 16, dtype="<u2")
     values = decoded(every.view(np.uint8), wire, (256, 256))
     same_halves(codec.encode(values, wire), every.view(np.uint8), values)
@@ -98,7 +98,7 @@ def test_every_half_comes_back_as_the_same_half(wire: WireFormat) -> None:
     ("value", "half"),
     [
         (0x3F808000, 0x3F80),  # a tie goes to even: down
-        (0x3F818000, 0x3F82),  # and up
+        (0x3F818000, 0x3F82),  # a tie goes to even: up
         (0x3F808001, 0x3F81),
         (0x7F7FFFFF, 0x7F80),  # the largest finite number becomes infinite
         (0x80000001, 0x8000),  # the smallest denormal becomes -0
@@ -125,14 +125,14 @@ def test_int8_is_within_half_a_step_of_its_row(matrix: Matrix) -> None:
 
 @quick
 @given(finite_matrix)
-def test_the_rows_of_int8_do_not_influence_each_other(matrix: Matrix) -> None:
+def test_int8_rows_do_not_influence_each_other(matrix: Matrix) -> None:
     together = round_trip(matrix, "int8")
     for row in range(len(matrix)):
         np.testing.assert_array_equal(round_trip(matrix[row : row + 1], "int8"), together[row : row + 1])
 
 
 @pytest.mark.parametrize("bad", [0x7FC00000, 0x7F800001, 0x7F800000, 0xFF800000])
-def test_a_row_of_int8_with_a_number_that_is_not_finite_arrives_as_not_finite(bad: int) -> None:
+def test_an_int8_row_with_a_non_finite_number_arrives_as_non_finite(bad: int) -> None:
     matrix = np.ones((2, 3), dtype=np.float32)
     bits(matrix)[1, 2] = bad
     back = round_trip(matrix, "int8")
@@ -146,14 +146,14 @@ def test_a_row_of_int8_with_a_number_that_is_not_finite_arrives_as_not_finite(ba
 @each_format
 @quick
 @given(matrix=any_matrix)
-def test_the_size_is_known_beforehand(wire: WireFormat, matrix: Matrix) -> None:
+def test_the_encoded_size_is_known_in_advance(wire: WireFormat, matrix: Matrix) -> None:
     assert len(codec.encode(matrix, wire)) == encoded_bytes(wire, *matrix.shape)
 
 
 @each_format
 @quick
 @given(matrix=finite_matrix, add=st.booleans(), data=st.data())
-def test_a_matrix_lands_in_its_slice_and_nowhere_else(
+def test_a_matrix_is_decoded_into_its_slice_and_nowhere_else(
     wire: WireFormat, matrix: Matrix, add: bool, data: st.DataObject
 ) -> None:
     rows, cols = matrix.shape
@@ -171,7 +171,7 @@ def test_a_matrix_lands_in_its_slice_and_nowhere_else(
 @each_format
 @quick
 @given(matrix=finite_matrix)
-def test_how_a_matrix_lies_in_memory_does_not_change_its_bytes(wire: WireFormat, matrix: Matrix) -> None:
+def test_memory_layout_does_not_change_the_encoded_bytes(wire: WireFormat, matrix: Matrix) -> None:
     apart = np.zeros((matrix.shape[0] * 2, matrix.shape[1] * 3), dtype=np.float32)[::2, 1::3]
     apart[:] = matrix
     expected = bytes(codec.encode(matrix, wire))
@@ -182,7 +182,7 @@ def test_how_a_matrix_lies_in_memory_does_not_change_its_bytes(wire: WireFormat,
 @each_format
 @quick
 @given(rows=sides, cols=sides, size=st.integers(0, 500))
-def test_another_length_is_a_protocol_error(wire: WireFormat, rows: int, cols: int, size: int) -> None:
+def test_a_wrong_length_is_a_protocol_error(wire: WireFormat, rows: int, cols: int, size: int) -> None:
     out = np.ones((rows, cols), dtype=np.float32)
     if size == encoded_bytes(wire, rows, cols):
         size += 1
@@ -192,8 +192,8 @@ def test_another_length_is_a_protocol_error(wire: WireFormat, rows: int, cols: i
 
 
 @each_format
-def test_large_matrices_are_rounded_as_small_ones(wire: WireFormat) -> None:
-    """Larger than the blocks that bf16 is made in, and with rows that do not divide them."""
+def test_large_matrices_are_rounded_like_small_ones(wire: WireFormat) -> None:
+    """Larger than the blocks bf16 is encoded in, with row lengths that do not divide them."""
     matrix = np.random.default_rng(0).standard_normal((37, 7001), dtype=np.float32)
     whole = codec.encode(matrix, wire)
     np.testing.assert_array_equal(decoded(whole, wire, matrix.shape)[5:6], round_trip(matrix[5:6], wire))
@@ -211,12 +211,12 @@ def torch_codec() -> Codec:
     return TorchCodec()
 
 
-# The module says so itself when it is imported, but pytest forgets that from test to test.
+# The module sets this filter on import, but pytest resets it for each test.
 reads_only = pytest.mark.filterwarnings("ignore:The given buffer is not writable")
 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16"])
-def test_torch_gives_the_same_bytes_for_hard_numbers(wire: WireFormat) -> None:
+def test_torch_gives_the_same_bytes_for_difficult_numbers(wire: WireFormat) -> None:
     same_halves(torch_codec().encode(HARD[wire], wire), codec.encode(HARD[wire], wire), HARD[wire])
 
 
@@ -235,6 +235,6 @@ def test_torch_gives_the_same_bytes_and_the_same_numbers(wire: WireFormat, matri
 
 
 @each_format
-def test_torch_refuses_another_length_too(wire: WireFormat) -> None:
+def test_torch_refuses_a_wrong_length_too(wire: WireFormat) -> None:
     with pytest.raises(ProtocolError, match="send whole rows"):
         torch_codec().decode_into(bytes(5), wire, np.empty((2, 2), dtype=np.float32))

@@ -1,4 +1,4 @@
-"""The golden frames of tests/vectors: our bytes are those, our device answers them, and the document prints them.
+"""The golden frames of tests/vectors: our bytes match them, our device answers them, and the document prints them.
 
 They pin the protocol for devices in other languages: a failure here means that those would break.
 """
@@ -37,7 +37,7 @@ SOON_S = 20.0
 MEASURED = ("compute_s", "down_s")
 """Fields that differ from run to run."""
 CLOSE = 1e-5
-"""How far sums in fp32 may be off, as a share of the largest entry of a result, or of 1 where all are smaller."""
+"""Tolerance of fp32 sums, relative to the largest entry of a result, or to 1 if all are smaller."""
 
 Case = dict[str, Any]
 
@@ -71,7 +71,7 @@ def fp32(hexadecimal: str, shape: tuple[int, int]) -> Matrix:
 # ------------------------------------------------------------------------------------------------ messages, numbers
 
 
-def test_the_vectors_have_one_of_everything() -> None:
+def test_the_vectors_have_at_least_one_case_of_everything() -> None:
     assert {type(message_of(frame)) for frame in MESSAGES} == set(samples.KINDS)
     assert {case["format"] for case in NUMBERS} == set(samples.FORMATS)
     programs = [run.program for frame in FRAMES if isinstance(run := message_of(frame), RunTask)]
@@ -83,7 +83,7 @@ def test_the_vectors_have_one_of_everything() -> None:
 
 
 @pytest.mark.parametrize("frame", FRAMES, ids=lambda frame: frame["message"]["type"])
-def test_frames_are_encoded_to_and_decoded_from_just_these_bytes(frame: Case) -> None:
+def test_frames_encode_to_and_decode_from_exactly_these_bytes(frame: Case) -> None:
     message, header, payload = message_of(frame), *map(bytes.fromhex, (frame["header_hex"], frame["payload_hex"]))
     assert messages.encode(message) == header
     assert messages.decode(header) == message
@@ -94,7 +94,7 @@ def test_frames_are_encoded_to_and_decoded_from_just_these_bytes(frame: Case) ->
 
 
 @pytest.mark.parametrize("case", NUMBERS, ids=named)
-def test_numbers_are_encoded_to_and_decoded_from_just_these_bytes(case: Case) -> None:
+def test_numbers_encode_to_and_decode_from_exactly_these_bytes(case: Case) -> None:
     matrix, shape = matrix_of(case["values"]), (case["rows"], case["cols"])
     np.testing.assert_array_equal(matrix, fp32(case["values_fp32_hex"], shape))
     encoded = codec.encode(matrix, case["format"])
@@ -118,7 +118,7 @@ def rectangle(result: Result) -> Rectangle:
 
 
 class Assembled:
-    """A block from the rectangles that come; each must have been missing."""
+    """A block assembled from arriving rectangles, each of which must still be missing."""
 
     def __init__(self, run: RunTask) -> None:
         rows, cols = run.program.rows, run.program.cols
@@ -178,7 +178,7 @@ def compare(block: Matrix, case: Case) -> None:
 
 
 async def play(end: MemoryChannel, frame: Case) -> None:
-    """Just those bytes."""
+    """Send exactly the bytes of a frame."""
     for part in (frame["header_hex"], frame["payload_hex"]):
         if part:
             await end._send(bytes.fromhex(part))
@@ -211,7 +211,7 @@ async def test_our_device_answers_a_task_with_the_whole_block(case: Case) -> Non
 
 
 @pytest.mark.parametrize("case", RESIDENT, ids=named)
-def test_a_conversation_sends_what_its_programs_name_and_drops_what_they_made(case: Case) -> None:
+def test_a_conversation_sends_the_operands_it_uses_and_drops_those_it_makes(case: Case) -> None:
     sent: set[int] = set()
     made: set[int] = set()
     named: set[int] = set()
@@ -235,7 +235,7 @@ def test_a_conversation_sends_what_its_programs_name_and_drops_what_they_made(ca
 
 
 @pytest.mark.parametrize("case", RESIDENT, ids=named)
-async def test_our_device_takes_sequences_there_and_back(case: Case) -> None:
+async def test_our_device_takes_sequences_forward_and_back(case: Case) -> None:
     server, device = memory_pair()
     hello = Hello(version=3, name="d", flops_per_s=1.0, memory_bytes=1 << 20, kernel="numpy")
     async with asyncio.timeout(SOON_S):
@@ -259,7 +259,7 @@ def compare_closely(found: Matrix, case: Case, task: int) -> None:
 
 
 @pytest.mark.parametrize("case", SESSIONS, ids=named)
-async def test_our_device_holds_the_session(case: Case) -> None:
+async def test_our_device_follows_the_session(case: Case) -> None:
     server, device = memory_pair()
     hello = message_of(case["frames"][0])
     assert isinstance(hello, Hello)
@@ -304,7 +304,7 @@ def test_the_document_prints_the_session_byte_for_byte() -> None:
 def test_the_document_names_every_message_and_every_field() -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
     for kind in samples.KINDS:
-        heading = re.search(rf"^#+ `{kind.__name__.lower()}`.*?(?=^#)", text, re.MULTILINE | re.DOTALL)
+        heading = re.search(rf"^#+ `{kind.type_name()}`.*?(?=^#)", text, re.MULTILINE | re.DOTALL)
         assert heading is not None, kind
         for field in msgspec.structs.fields(kind):
             assert field.name == "payload" or f"`{field.name}`" in heading[0], (kind, field.name)
@@ -313,7 +313,8 @@ def test_the_document_names_every_message_and_every_field() -> None:
 @pytest.mark.parametrize("kind", [*get_args(Program), Attention, Mlp, Head, Weight, Norm], ids=str)
 def test_the_document_names_every_field_of_programs_and_parts(kind: type[msgspec.Struct]) -> None:
     text = DOCUMENT.read_text(encoding="utf-8")
-    heading = re.search(rf"^#+ [^\n]*`{kind.__name__.lower()}`.*?(?=^#)", text, re.MULTILINE | re.DOTALL)
+    name = kind.__struct_config__.tag or kind.__name__.lower()
+    heading = re.search(rf"^#+ [^\n]*`{name}`.*?(?=^#)", text, re.MULTILINE | re.DOTALL)
     assert heading is not None
     for field in msgspec.structs.fields(kind):
         assert f"`{field.name}`" in heading[0], field.name

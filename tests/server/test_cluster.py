@@ -1,7 +1,7 @@
-"""Laws of a fleet as a whole: products are right whoever computes them, comes, goes, lies or is short of memory.
+"""Laws of a fleet as a whole: products are right whichever devices compute, join, leave, lie or lack memory.
 
-Server and devices are the real ones, over channels in memory, in one event loop in a thread: no ports, no clock but
-deadlines. Where a device must be in the middle of something, its kernel waits at a gate.
+Server and devices are real, over channels in memory, in one event loop in a thread: no ports, and no clock except for
+deadlines. Where a device must be in the middle of a product, its kernel waits at a gate.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from cleave.transport.memory import MemoryChannel, memory_pair
 
 DEADLINE_S = 10.0
 PATIENCE_S = 3.0
-"""For what takes milliseconds, or for ever where it is broken."""
+"""Deadline for work that takes milliseconds, or forever if something is broken."""
 ROOMY = 64_000_000
 TOLERANCE: dict[WireFormat, float] = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1.5e-2, "int8": 3e-2}
-"""Of the largest element of a product of normal numbers."""
+"""Tolerance relative to the largest element of a product of normally distributed numbers."""
 
 _Result = TypeVar("_Result")
 
 
 class Gate(NumpyKernel):
-    """A kernel that waits before a product, once it has done so many; `reached` says that it waits."""
+    """A kernel that does `after` products and waits before the next; `reached` is set while it waits."""
 
     def __init__(self, after: int = 0) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ class Gate(NumpyKernel):
 
 
 class Watch(NumpyKernel):
-    """A kernel that sees how full the store ever was."""
+    """A kernel that records the peak use of the store."""
 
     worker: Worker
     most_bytes = 0
@@ -141,7 +141,7 @@ class World:
         return Device(worker, channel)
 
     def vanish(self, *devices: Device) -> None:
-        """As if the cable was cut; returns when the server has noticed."""
+        """Cut the connection of devices, and return when the server has noticed."""
         before = self.cluster.devices
 
         async def cut() -> None:
@@ -153,7 +153,7 @@ class World:
             assert self.cluster.fleet_changed.wait_for(
                 lambda: self.cluster.devices == before - len(devices), DEADLINE_S
             )
-        self.do(asyncio.sleep(0))  # and has done all that follows from it, which is one turn of its loop
+        self.do(asyncio.sleep(0))  # and has handled it, within one turn of its loop
 
     def tensor(self, matrix: Matrix) -> Tensor:
         made = self.cluster.tensor(*matrix.shape)
@@ -189,7 +189,7 @@ def world(devices: int = 0, wire: WireFormat = "fp32", gone_s: float = DEADLINE_
 
 @dataclass
 class Layer:
-    """Layers side by side with their numbers, and what their three products should be."""
+    """Grouped layers with their numbers and the expected results of their three products."""
 
     x: Matrix
     weights: list[Matrix]
@@ -224,7 +224,7 @@ ROLES: tuple[Role, ...] = ("forward", "grad_input", "grad_weight")
 
 
 def layer(tokens: int, width: int, outs: tuple[int, ...], *, whole: bool = True, seed: int = 0) -> Layer:
-    """With whole numbers, whose sums are exact in any order, or normal ones."""
+    """A layer of integers, whose sums are exact in any order, or of normally distributed numbers."""
     rng = np.random.default_rng(seed)
 
     def draw(rows: int, cols: int) -> Matrix:
@@ -261,14 +261,14 @@ def test_products_of_every_role_are_exact(count: int, outs: tuple[int, ...]) -> 
 
 @pytest.mark.parametrize("wire", ["bf16", "fp16", "int8"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_narrow_wire_formats_round_and_no_more(count: int, wire: WireFormat) -> None:
+def test_narrow_wire_formats_add_only_rounding(count: int, wire: WireFormat) -> None:
     made = layer(300, 96, (64, 32), whole=False)
     with world(count, wire=wire) as there:
         for role in ROLES:
             check(submitted(there, role, made), made.expected(role), TOLERANCE[wire])
 
 
-def test_many_products_at_once_do_not_mix() -> None:
+def test_concurrent_products_do_not_mix() -> None:
     layers = [layer(200, 48, (40, 24), seed=seed) for seed in range(6)]
     with world(3) as there:
         flying = [(made, role, submitted(there, role, made)) for made in layers for role in ROLES]
@@ -277,20 +277,20 @@ def test_many_products_at_once_do_not_mix() -> None:
         assert there.cluster.totals().products == len(flying)
 
 
-def test_every_device_has_a_part_in_a_large_product() -> None:
+def test_every_device_takes_part_in_a_large_product() -> None:
     made = layer(6000, 256, (256,))
     with world(3) as there:
         check(submitted(there, "forward", made), made.expected("forward"))
         assert all(member.tasks > 0 for member in there.cluster.here())
 
 
-# ------------------------------------------------------------------------------------------------ coming and going
+# ------------------------------------------------------------------------------------------------ joining, leaving
 
 
 @pytest.mark.parametrize("role", ROLES)
 @pytest.mark.parametrize("after", [0, 1])
-def test_a_device_that_vanishes_in_the_middle_is_made_up_for(role: Role, after: int) -> None:
-    """It computed nothing yet, or some of its rectangles are there already."""
+def test_the_work_of_a_device_that_vanishes_mid_product_is_reassigned(role: Role, after: int) -> None:
+    """Before it has returned anything, or after some of its rectangles have arrived."""
     made = layer(9000, 256, (256, 256))
     with world(2) as there:
         gate = Gate(after)
@@ -306,7 +306,7 @@ def test_a_device_that_vanishes_in_the_middle_is_made_up_for(role: Role, after: 
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_what_a_large_device_leaves_undone_a_small_one_sums_up(role: Role) -> None:
+def test_a_small_device_finishes_a_large_ones_block_as_a_sum(role: Role) -> None:
     """One whole block becomes a sum of several over the inner dimension, which must start from zero."""
     tokens, width, out = {"forward": (60, 3000, 50), "grad_input": (60, 50, 3000), "grad_weight": (3000, 60, 50)}[role]
     made = layer(tokens, width, (out,))
@@ -315,7 +315,7 @@ def test_what_a_large_device_leaves_undone_a_small_one_sums_up(role: Role) -> No
         gate = Gate()
         lost = there.join(kernel=gate)
         spoiled = [np.full(expected[0].shape, np.nan, dtype=np.float32) for _ in range(64)]
-        del spoiled  # memory that the output is likely to get
+        del spoiled  # memory the output is likely to reuse
         outputs = submitted(there, role, made)
         gate.wait()
         there.join(memory_bytes=200_000)
@@ -326,7 +326,7 @@ def test_what_a_large_device_leaves_undone_a_small_one_sums_up(role: Role) -> No
         assert small.tasks > 4
 
 
-def test_work_waits_while_nobody_is_there_and_goes_on_with_the_next() -> None:
+def test_work_waits_while_no_device_is_connected_and_resumes_with_the_next() -> None:
     made = layer(500, 64, (64, 32))
     with world() as there:
         gates = [Gate(), Gate()]
@@ -343,7 +343,7 @@ def test_work_waits_while_nobody_is_there_and_goes_on_with_the_next() -> None:
             check(outputs, made.expected(role))
 
 
-def test_work_submitted_before_anyone_is_there_waits_for_the_first() -> None:
+def test_work_submitted_before_any_device_joins_waits_for_the_first() -> None:
     made = layer(100, 32, (16, 48))
     with world() as there:
         flying = {role: submitted(there, role, made) for role in ROLES}
@@ -352,7 +352,7 @@ def test_work_submitted_before_anyone_is_there_waits_for_the_first() -> None:
             check(outputs, made.expected(role))
 
 
-def test_work_fails_when_nobody_comes_in_time() -> None:
+def test_work_fails_when_no_device_joins_in_time() -> None:
     made = layer(100, 32, (16,))
     with world(gone_s=0.05) as there:
         outputs = submitted(there, "forward", made)
@@ -360,7 +360,7 @@ def test_work_fails_when_nobody_comes_in_time() -> None:
             outputs.result(PATIENCE_S)
 
 
-def test_work_fails_when_all_have_left_and_nobody_comes_in_time() -> None:
+def test_work_fails_when_all_devices_left_and_none_joins_in_time() -> None:
     made = layer(100, 32, (16,))
     with world(gone_s=0.05) as there:
         gate = Gate()
@@ -373,7 +373,7 @@ def test_work_fails_when_all_have_left_and_nobody_comes_in_time() -> None:
             outputs.result(PATIENCE_S)
 
 
-def test_a_cluster_that_closes_fails_what_waits() -> None:
+def test_closing_a_cluster_fails_waiting_work() -> None:
     made = layer(100, 32, (16,))
     with world() as there:
         outputs = submitted(there, "forward", made)
@@ -382,7 +382,7 @@ def test_a_cluster_that_closes_fails_what_waits() -> None:
             outputs.result(PATIENCE_S)
 
 
-def test_a_device_that_joins_in_the_middle_has_a_part_in_the_next_step() -> None:
+def test_a_device_that_joins_mid_step_takes_part_in_the_next_step() -> None:
     made = layer(6000, 256, (256,))
     with world() as there:
         gate = Gate()
@@ -397,8 +397,8 @@ def test_a_device_that_joins_in_the_middle_has_a_part_in_the_next_step() -> None
         assert [member.tasks > 0 for member in there.cluster.here()] == [True, True]
 
 
-def test_a_product_submitted_just_as_a_device_joins_is_done() -> None:
-    """It is planned while nobody is there, and starts when somebody is."""
+def test_a_product_submitted_just_as_a_device_joins_is_computed() -> None:
+    """It is planned without devices, and starts once one has joined."""
     made = layer(100, 32, (16,))
     with world() as there:
         flying: list[Future[list[Matrix]]] = []
@@ -413,13 +413,13 @@ def test_a_product_submitted_just_as_a_device_joins_is_done() -> None:
         np.testing.assert_array_equal(outputs.result(PATIENCE_S)[0], made.expected("forward")[0])
 
 
-def test_a_device_that_leaves_while_a_product_is_planned_is_made_up_for() -> None:
+def test_the_work_of_a_device_that_leaves_during_planning_is_reassigned() -> None:
     made = layer(6000, 256, (256,))
     with world(2) as there:
         lost = there.join()
 
         class Slow(Linear):
-            """The cluster looks it up among its plans; meanwhile a device leaves."""
+            """A key whose lookup among the cluster's plans makes a device leave."""
 
             def __hash__(self) -> int:
                 if there.cluster.devices == 3:
@@ -433,10 +433,10 @@ def test_a_device_that_leaves_while_a_product_is_planned_is_made_up_for() -> Non
         np.testing.assert_array_equal(outputs.result(PATIENCE_S)[0], made.expected("forward")[0])
 
 
-# ------------------------------------------------------------------------------------------------ what travels
+# ------------------------------------------------------------------------------------------------ traffic
 
 
-def test_a_weight_travels_once() -> None:
+def test_a_weight_is_sent_once() -> None:
     weight, layers = layer(1, 256, (256,)).weights[0], [layer(64, 256, (256,), seed=seed) for seed in (1, 2, 3)]
     with world(1) as there:
         staged = there.tensor(weight)
@@ -449,7 +449,7 @@ def test_a_weight_travels_once() -> None:
         assert sent == [weight.nbytes + layers[0].x.nbytes, layers[1].x.nbytes, layers[2].x.nbytes]
 
 
-def test_rows_sent_for_the_forward_product_serve_the_backward_ones() -> None:
+def test_rows_sent_for_the_forward_product_are_reused_backward() -> None:
     made = layer(64, 256, (256,))
     with world(1) as there:
         x, weight, dy = (there.tensor(matrix) for matrix in (made.x, made.weights[0], made.gradients[0]))
@@ -466,7 +466,7 @@ def test_rows_sent_for_the_forward_product_serve_the_backward_ones() -> None:
         assert there.cluster.here()[0].down_bytes == once
 
 
-def test_what_the_server_lets_go_of_the_device_forgets() -> None:
+def test_a_device_forgets_tensors_the_server_releases() -> None:
     weight = layer(1, 128, (96,)).weights[0]
     with world() as there:
         device = there.join()
@@ -475,13 +475,13 @@ def test_what_the_server_lets_go_of_the_device_forgets() -> None:
             made = layer(50, 128, (96,), seed=seed)
             x = there.tensor(made.x)
             check(there.cluster.submit("forward", (x,), (staged,), there.plan(made.linear)), [made.x @ weight.T])
-            assert stored_bytes(device.worker) == weight.nbytes + made.x.nbytes, "the x before is forgotten"
+            assert stored_bytes(device.worker) == weight.nbytes + made.x.nbytes, "the previous x is forgotten"
             del x
             gc.collect()
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_devices_with_far_less_memory_than_the_operands_give_the_exact_product(role: Role) -> None:
+def test_devices_with_far_less_memory_than_the_operands_give_exact_products(role: Role) -> None:
     made = layer(600, 300, (200, 100))
     a, b = made.operands(role)
     memory_bytes = sum(matrix.nbytes for matrix in (*a, *b)) // 6
@@ -494,7 +494,7 @@ def test_devices_with_far_less_memory_than_the_operands_give_the_exact_product(r
         assert all(0 < watch.most_bytes <= memory_bytes for watch in watches)
 
 
-# ------------------------------------------------------------------------------------------------ devices at fault
+# ------------------------------------------------------------------------------------------------ faulty devices
 
 
 class Broken(NumpyKernel):
@@ -505,7 +505,7 @@ class Broken(NumpyKernel):
 
 
 def test_a_device_that_fails_every_task_does_not_stop_the_others() -> None:
-    """It says that it is by far the fastest, so every plan begins with it."""
+    """It claims to be by far the fastest, so every plan starts with it."""
     made = layer(300, 64, (64,))
     with world() as there:
         there.join(flops_per_s=1e6)
@@ -515,7 +515,7 @@ def test_a_device_that_fails_every_task_does_not_stop_the_others() -> None:
 
 
 class Rogue:
-    """A device that says what a test tells it to."""
+    """A device that sends what a test tells it to."""
 
     def __init__(self, there: World, flops_per_s: float = 1e12) -> None:
         self._there = there
@@ -538,7 +538,7 @@ class Rogue:
                 return
 
     def task(self) -> messages.RunTask:
-        """The first it is given."""
+        """Wait for the first task."""
 
         async def take() -> messages.RunTask:
             while True:
@@ -557,7 +557,7 @@ class Rogue:
 
 
 @pytest.mark.parametrize("length", [0, 4, -4])
-def test_a_result_of_a_wrong_length_costs_the_device_and_not_the_product(length: int) -> None:
+def test_a_result_of_the_wrong_length_removes_the_device_and_spares_the_product(length: int) -> None:
     made = layer(300, 64, (64,))
     with world() as there:
         rogue = Rogue(there)
@@ -600,7 +600,7 @@ def test_a_device_that_lies_about_its_speed_harms_nobody_else(lie: dict[str, flo
         messages.Hello(version=messages.VERSION, name="x", flops_per_s=1.0, memory_bytes=1, kernel=""),
     ],
 )
-def test_a_device_that_breaks_the_protocol_is_removed_and_made_up_for(said: messages.AnyMessage) -> None:
+def test_a_device_that_breaks_the_protocol_is_removed_and_its_work_reassigned(said: messages.AnyMessage) -> None:
     made = layer(300, 64, (64,))
     with world() as there:
         rogue = Rogue(there)
@@ -621,7 +621,7 @@ def test_a_device_that_breaks_the_protocol_is_removed_and_made_up_for(said: mess
         ({"memory_bytes": -1}, "positive"),
     ],
 )
-def test_a_device_that_is_not_welcome_is_told_why(hello: dict[str, object], reason: str) -> None:
+def test_a_refused_device_is_told_why(hello: dict[str, object], reason: str) -> None:
     usual = {"version": messages.VERSION, "name": "x", "flops_per_s": 1e9, "memory_bytes": ROOMY, "kernel": "numpy"}
     with world() as there:
         channel = there.connect()
@@ -632,6 +632,6 @@ def test_a_device_that_is_not_welcome_is_told_why(hello: dict[str, object], reas
         assert there.cluster.devices == 0
 
 
-def test_devices_of_one_name_are_told_apart() -> None:
+def test_devices_with_the_same_name_get_distinct_names() -> None:
     with world(3) as there:
         assert len({member.name for member in there.cluster.here()}) == 3

@@ -1,4 +1,4 @@
-"""The engine without sockets and numbers, in virtual time: the seam that a simulator drives.
+"""The engine without sockets or numbers, in virtual time: the interface a simulator drives.
 
 A gemm step and a resident pass on a thousand devices of different speeds, undisturbed and with departures.
 """
@@ -35,7 +35,7 @@ SEQUENCES, SEQUENCE = 32, 32
 
 
 class Fleet:
-    """A virtual driver with devices, and what runs need."""
+    """A virtual driver with devices and everything runs need."""
 
     def __init__(self, count: int = DEVICES) -> None:
         self.driver = VirtualDriver(self._plan)
@@ -100,7 +100,7 @@ class Fleet:
 
 
 def decoder() -> Decoder:
-    """A Llama-like stack whose views are whole parameters."""
+    """A Llama-like decoder whose views are whole parameters."""
     shapes: list[tuple[int, int]] = []
 
     def weight(rows: int, cols: int) -> int:
@@ -145,7 +145,7 @@ def batch_of(model: Decoder, operands: Operands) -> Batch[Tensor]:
 
 
 @pytest.mark.parametrize("departures", [0, 60])
-def test_a_gemm_step_of_a_thousand_devices_ends_whoever_leaves(departures: int) -> None:
+def test_a_gemm_step_on_a_thousand_devices_completes_despite_departures(departures: int) -> None:
     fleet = Fleet()
     tokens, width, out = 4096, 1024, 4096
     linear = Linear(tokens=tokens, in_width=width, out_width=out)
@@ -161,7 +161,7 @@ def test_a_gemm_step_of_a_thousand_devices_ends_whoever_leaves(departures: int) 
 
 
 @pytest.mark.parametrize("departures", [0, 40])
-def test_a_resident_pass_of_a_thousand_devices_ends_whoever_leaves(departures: int) -> None:
+def test_a_resident_pass_on_a_thousand_devices_completes_despite_departures(departures: int) -> None:
     fleet = Fleet()
     model = decoder()
     run = fleet.resident(model, batch_of(model, fleet.operands))

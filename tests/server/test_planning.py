@@ -1,4 +1,4 @@
-"""Laws of choices and plans: the faster grain is chosen, said once, and kept while the same devices are there."""
+"""Laws of choices and plans: the faster grain is chosen, reported once, and kept while the devices stay the same."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def devices(*names: str, flops_per_s: float = 1e10, rate: float = 1e6, memory_by
 
 
 class Place:
-    """A fleet that a test changes, and what was said."""
+    """A fleet that a test changes, with the messages of its planner."""
 
     def __init__(self, profiles: Profiles | None, arrange: Callable[..., ResidentPlan] = plan_columns) -> None:
         self.number, self.profiles = 0, profiles
@@ -63,7 +63,7 @@ class Place:
         return self.planning.choose_pass(WORK, HERE, must=must)
 
     def held(self) -> list[tuple[object, ...]]:
-        """Who holds what, resident layers being forced."""
+        """Shards and devices of each stage, with resident layers forced."""
         plan = self.choose(must=True).plan
         assert plan is not None
         return [(stage.shards, stage.devices) for stage in plan.stages]
@@ -76,7 +76,7 @@ def taking(seconds: float) -> Callable[..., ResidentPlan]:
     return arrange
 
 
-def test_the_grain_that_is_predicted_to_be_faster_is_chosen_and_said() -> None:
+def test_the_grain_predicted_to_be_faster_is_chosen_and_reported() -> None:
     slow = Place(devices("ann", "bob"), taking(1e6))
     choice = slow.choose()
     assert not choice.is_resident
@@ -95,7 +95,7 @@ def test_resident_layers_can_be_forced_even_if_slower() -> None:
 
 
 @pytest.mark.parametrize("must", [False, True])
-def test_where_nothing_fits_the_reason_is_the_planners(must: bool) -> None:
+def test_when_nothing_fits_the_planners_reason_is_given(must: bool) -> None:
     place = Place(devices("ann", memory_bytes=100))
     choice = place.choose(must=must)
     assert not choice.is_resident
@@ -105,16 +105,16 @@ def test_where_nothing_fits_the_reason_is_the_planners(must: bool) -> None:
         place.planning.plan_again(WORK, (), ())
 
 
-def test_without_devices_gemms_are_chosen_unless_layers_must_wait_for_some() -> None:
+def test_without_devices_gemms_are_chosen_unless_resident_layers_are_forced() -> None:
     assert not Place(None).choose().is_resident
     forced = Place(None).choose(must=True)
     assert forced.is_resident
     assert forced.plan is None
-    with pytest.raises(InfeasibleError, match="no device is there"):
+    with pytest.raises(InfeasibleError, match="no connected device"):
         Place(None).planning.plan_again(WORK, (), ())
 
 
-def test_the_grain_is_chosen_and_said_once_while_the_same_devices_are_there() -> None:
+def test_the_grain_is_chosen_and_reported_once_for_the_same_devices() -> None:
     place = Place(devices("ann", "bob"), taking(1e6))
     reasons = {place.choose().reason for _ in range(3)}
     place.change(devices("ann", "bob", rate=2e6))
@@ -127,7 +127,7 @@ def test_the_grain_is_chosen_and_said_once_while_the_same_devices_are_there() ->
     assert len(place.said) == 2
 
 
-def test_a_plan_is_made_once_for_a_fleet_that_does_not_change() -> None:
+def test_an_unchanged_fleet_is_planned_once() -> None:
     place = Place(devices("ann", "bob"))
     assert place.held() == place.held()
     assert len(place.previous) == 1
@@ -135,7 +135,7 @@ def test_a_plan_is_made_once_for_a_fleet_that_does_not_change() -> None:
 
 
 @pytest.mark.parametrize("factor", [0.93, 1.07])
-def test_arrangements_stay_when_rates_move_a_little(factor: float) -> None:
+def test_arrangements_stay_when_rates_change_a_little(factor: float) -> None:
     place = Place(devices("ann", "bob", "cid", memory_bytes=64e6))
     held = place.held()
     place.change(devices("ann", "bob", "cid", memory_bytes=64e6, flops_per_s=1e10 * factor, rate=1e6 / factor))
@@ -144,11 +144,11 @@ def test_arrangements_stay_when_rates_move_a_little(factor: float) -> None:
     assert place.previous[1] is not None, "the planner is told who holds what"
 
 
-def test_a_device_that_joins_is_used_from_the_next_step_on() -> None:
+def test_a_device_that_joins_is_used_from_the_next_step() -> None:
     place = Place(devices("ann"))
     before = place.planning.layer(LINEAR, HERE)
     place.change(devices("ann", "bob"))
-    assert place.planning.layer(LINEAR, HERE) is before, "a plan is not dropped by a join"
+    assert place.planning.layer(LINEAR, HERE) is before, "a join does not drop a plan"
     place.planning.step_ended()
     after = place.planning.layer(LINEAR, HERE).plan
     assert after is not None
@@ -164,12 +164,12 @@ def test_a_departed_device_is_left_out_at_once() -> None:
     assert {block.device for block in plan.blocks["forward"]} == {"bob"}
 
 
-def test_devices_found_wrong_are_avoided_where_others_can_do_the_work() -> None:
+def test_devices_found_wrong_are_avoided_when_others_can_do_the_work() -> None:
     place = Place(devices("ann", "bob"))
     assert place.planning.plan_again(WORK, (), {"ann"}).devices == {"bob"}
     alone = Place(devices("ann"))
     assert alone.planning.plan_again(WORK, (), {"ann"}).devices == {"ann"}
-    with pytest.raises(InfeasibleError, match="no device is there that can do it"):
+    with pytest.raises(InfeasibleError, match="no connected device"):
         alone.planning.plan_again(WORK, {"ann"}, ())
 
 

@@ -1,1 +1,1 @@
-"""What several tests share: fleets, worlds in virtual time, device benches, golden frames."""
+"""Support shared by tests: fleets, worlds in virtual time, device benches, golden frames."""

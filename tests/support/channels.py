@@ -1,4 +1,4 @@
-"""Both ends of a channel as the tests of transports drive them, each from the test's own event loop."""
+"""Both ends of a channel as transport tests drive them, each from the test's own event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class End(Protocol):
-    """What a test sees of either end."""
+    """Either end of a channel as a test sees it."""
 
     @property
     def sent_bytes(self) -> int: ...
@@ -35,7 +35,7 @@ class End(Protocol):
 
 
 class Here:
-    """A channel of the test's own event loop."""
+    """A channel in the test's own event loop."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -54,7 +54,7 @@ class Here:
 
 
 class Abroad:
-    """A channel of another event loop; each verb runs there and is awaited here."""
+    """A channel in another event loop; each call runs there and is awaited here."""
 
     def __init__(self, channel: Channel, loop: asyncio.AbstractEventLoop) -> None:
         self.channel, self._loop = channel, loop
@@ -84,7 +84,7 @@ class Abroad:
 
 
 class Doorman:
-    """In place of a cluster: hands out the channels that come, and keeps each open until told."""
+    """Stand-in for a cluster: hands out incoming channels, and keeps each open until told to close."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -108,7 +108,7 @@ Pair = tuple[End, End]
 
 
 def filled(size: int, seed: int = 0) -> bytes:
-    """Bytes that tell their place."""
+    """Bytes whose values reveal their position."""
     pattern = bytes((i * 7 + seed) % 251 for i in range(251))
     return (pattern * (size // 251 + 1))[:size]
 

@@ -1,4 +1,4 @@
-"""The `cleave` command in processes of its own, as a person starts it, and its runs as their event logs show them."""
+"""The `cleave` command in separate processes, as a person starts it, and its runs as seen in their event logs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import psutil
 from cleave.events import DeviceJoined, DeviceLeft, StepDone, read_events
 
 PATIENCE_S = 180.0
-"""Deadline of every wait: far longer than a busy machine takes, as only a failure waits so long."""
+"""Deadline of every wait, far longer than a busy machine needs: only a failure waits this long."""
 _POLL_S = 0.02
 
 Process = subprocess.Popen[bytes]
@@ -26,7 +26,7 @@ def command(*arguments: str) -> list[str]:
 
 
 def environment(home: Path) -> dict[str, str]:
-    """This process's own variables without settings of Cleave, and lines too long to be wrapped."""
+    """This process's variables without Cleave's settings, and a terminal wide enough never to wrap lines."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("CLEAVE_")}
     return {**kept, "CLEAVE_HOME": str(home), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "500"}
 
@@ -48,7 +48,7 @@ def wait_until(condition: Callable[[], object], process: Process) -> None:
     """Wait for something another process does, such as writing a line to a file."""
     give_up = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < give_up, "it takes too long"
+        assert time.monotonic() < give_up, "timed out"
         if process.poll() is not None:
             assert condition(), f"the process ended too soon, with exit code {process.returncode}"
             return
@@ -61,7 +61,7 @@ def free_port() -> int:
 
 
 def local_devices(server: Process) -> dict[str, psutil.Process]:
-    """Devices a server started itself, by their names."""
+    """Names of the devices a server started itself."""
     commands = {child: child.cmdline() for child in psutil.Process(server.pid).children()}
     return {words[words.index("--name") + 1]: child for child, words in commands.items() if "join" in words}
 
@@ -70,7 +70,7 @@ def local_devices(server: Process) -> dict[str, psutil.Process]:
 
 
 def losses(run_directory: Path) -> dict[int, float]:
-    """The loss of each step; of a step done twice, the later one."""
+    """Loss per step; the later one for a step done twice."""
     path = run_directory / "events.jsonl"
     seen = read_events(path) if path.exists() else []
     return {event.step: event.loss for event in seen if isinstance(event, StepDone)}
@@ -81,11 +81,11 @@ def last_step(run_directory: Path) -> int:
 
 
 def joined(run_directory: Path) -> list[str]:
-    """Names of the devices in the order they joined."""
+    """Names of devices in the order they joined."""
     return [event.device for event in read_events(run_directory / "events.jsonl") if isinstance(event, DeviceJoined)]
 
 
 def departures(run_directory: Path) -> dict[str, str]:
-    """Reasons for leaving by device name."""
+    """Reasons for leaving, by device name."""
     seen = read_events(run_directory / "events.jsonl")
     return {event.device: event.reason for event in seen if isinstance(event, DeviceLeft)}

@@ -1,4 +1,4 @@
-"""A server's end of a WebSocket without a socket: bytes go in as asyncio brings them, messages come out at once."""
+"""A server's end of a WebSocket without a socket: bytes go in as asyncio delivers them, messages come out at once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Result = TypeVar("Result")
 
 
 class Pipe(asyncio.Transport):
-    """The far side of a stream: takes what is written, and remembers only how much."""
+    """The far side of a stream: accepts everything written, and counts only the bytes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,18 +46,18 @@ class Pipe(asyncio.Transport):
 
 
 class Connection:
-    """A server's stream, fed as asyncio feeds it."""
+    """A server's stream, fed the way asyncio does."""
 
     def __init__(self) -> None:
         self.pipe, self.stream = Pipe(), Stream(is_client=False)
         self.stream.connection_made(self.pipe)
 
     def feed(self, data: bytes, step: int = 1 << 16) -> bool:
-        """False when the stream has closed."""
+        """Feed bytes to the stream; return False if it has closed."""
         view = memoryview(data)
         while view and not self.pipe.is_closing():
             room = self.stream.get_buffer(-1)
-            assert len(room) > 0, "asyncio calls an empty buffer an error"
+            assert len(room) > 0, "asyncio treats an empty buffer as an error"
             count = min(len(room), len(view), step)
             room[:count] = view[:count]
             self.stream.buffer_updated(count)
@@ -65,7 +65,7 @@ class Connection:
         return not self.pipe.is_closing()
 
     def received(self) -> Iterator[Buffer]:
-        """What is there, without waiting."""
+        """Messages available without waiting."""
         while (message := _at_once(self.stream.receive())) is not None:
             assert len(message) <= MESSAGE_BYTES
             yield message
@@ -75,7 +75,7 @@ class Connection:
 
 
 def _at_once(waiting: Coroutine[object, object, Result]) -> Result | None:
-    """A coroutine's result if it has one now; None if it must wait, or the connection is over."""
+    """A coroutine's result if available now; None if it must wait or the connection is closed."""
     try:
         waiting.send(None)
     except StopIteration as done:
@@ -87,7 +87,7 @@ def _at_once(waiting: Coroutine[object, object, Result]) -> Result | None:
 
 
 def through(data: bytes, step: int = 1 << 16) -> list[bytes]:
-    """The messages in some bytes, which come in steps of so many."""
+    """Messages decoded from bytes that arrive `step` at a time."""
     connection = Connection()
     try:
         connection.feed(data, step)

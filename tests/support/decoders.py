@@ -1,5 +1,5 @@
-"""Small decoders of every family a fleet runs as a stack, with the seams that matter: grouped heads, windows, biases,
-tied and untied heads, projections side by side in one matrix."""
+"""Small decoders of every family a fleet runs as a stack, with the features that matter: grouped heads, windows,
+biases, tied and untied heads, fused projections."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ NAMES = tuple(_FAMILIES)
 
 
 def families() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    """Each name with what makes the model, in training, the same numbers every time."""
+    """Each name with a function that makes its model, in training mode and with the same numbers every time."""
     for name in NAMES:
         yield name, lambda name=name: make(name)
 
 
 def make(name: str) -> nn.Module:
-    """Norms and biases start from ones and zeros, which would hide mistakes, so all numbers are drawn."""
+    """Make a model with noise on every parameter: norms of ones and biases of zeros would hide mistakes."""
     torch.manual_seed(1)
     model = _FAMILIES[name]()
     with torch.no_grad():

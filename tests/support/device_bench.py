@@ -1,4 +1,4 @@
-"""A device without a worker: its store, its tasks, and whole sequences through parts whose weights it holds."""
+"""A device without a worker: its store, its tasks, and whole sequences through resident parts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Bench:
         return number
 
     def run(self, program: Program) -> Matrix | None:
-        """The result, all of it; None if the task has to wait."""
+        """Run a program and return its whole result, or None if the task has to wait."""
         task = make_task(program, self.store, self.kernel)
         parts: list[tuple[Rectangle, Matrix]] = []
         while (chunk := task.next_chunk()) is not None:
@@ -73,7 +73,7 @@ class Bench:
 
     def done(self, program: Program) -> Matrix:
         result = self.run(program)
-        assert result is not None, "it need not wait"
+        assert result is not None, "the task does not wait"
         return result
 
     def collect(self, operand: int, accumulator: int) -> Matrix:
@@ -83,7 +83,7 @@ class Bench:
 
 @dataclass(frozen=True, kw_only=True)
 class Journey:
-    """A sequence through parts, chunk by chunk, and back."""
+    """A sequence going through parts and back, chunk by chunk."""
 
     bench: Bench
     parts: tuple[Part, ...]
@@ -138,7 +138,7 @@ class Journey:
 
 
 def assert_close(found: Matrix, expected: Matrix, tolerance: float = 1e-4) -> None:
-    """Within a share of the largest entry; the gradient of a bias of keys is zero but for rounding."""
+    """Compare relative to the largest entry, at least 1: the gradient of a key bias is zero up to rounding."""
     assert found.shape == expected.shape
     assert np.isfinite(found).all()
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * max(float(np.abs(expected).max()), 1.0))

@@ -1,7 +1,7 @@
-"""A device that meets its fate at a given moment of a pass: when it was told a unit of a kind, or returns its result.
+"""A device that meets its fate at a given moment of a pass: when it is assigned a kind of unit, or returns its result.
 
-`FaultyChannel` counts messages; here they are told apart by what they are about, so that a test can say "while the
-second rectangle of a gradient is on its way". The fate is whatever the test gives, for this device or for others.
+`FaultyChannel` counts messages; this channel distinguishes them by their task, so that a test can say "while the second
+rectangle of a gradient is in transit". The fate is whatever the test supplies, for this device or for others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ When = Literal["told", "returning", "returned"]
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """The n-th time, from 0, that a device is told such a unit, is about to return its result, or has done so."""
+    """The n-th time, from 0, that a device is assigned such a unit, is about to return its result, or has done so."""
 
     kind: Kind
     when: When
@@ -33,7 +33,7 @@ class Moment:
 
 
 class DoomedChannel(FaultyChannel):
-    """`meet` is awaited at the moment; if it gives False, that result becomes a failure."""
+    """Awaits `meet` at the moment; if it returns False, that result becomes a failure."""
 
     def __init__(self, inner: Channel, moment: Moment, meet: Callable[[], Awaitable[bool]]) -> None:
         super().__init__(inner, (), np.random.default_rng(0))
@@ -68,15 +68,15 @@ class DoomedChannel(FaultyChannel):
         return await self._meet()
 
     async def end(self) -> None:
-        """As a device that is switched off."""
+        """Close the connection, like a device that is switched off."""
         await self._inner.close()
 
     def stall(self, until_s: float) -> None:
-        """Nothing is sent until then."""
+        """Send nothing until the given time."""
         self._silent_until_s = until_s
 
     def delay(self, seconds: float) -> None:
-        """Each message from now on."""
+        """Delay each message from now on."""
         self._late_s = seconds
 
 

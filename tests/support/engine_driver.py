@@ -1,7 +1,7 @@
-"""A driver of the engine without sockets, numbers or an event loop: devices are three queues and a clock is a heap.
+"""A driver of the engine without sockets, numbers or an event loop: a device is three queues, the clock is a heap.
 
-What a task takes follows from its bytes and FLOPs and its device's profile; checks, storing and planning take no time.
-The simulator's seam: the same engine and the same runs as a live server, in virtual time.
+The time of a task follows from its bytes, its FLOPs and its device's profile; checks, storing and planning take none.
+The interface for a simulator: the same engine and the same runs as a live server, in virtual time.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from cleave.server.engine import Engine
 
 @dataclass(slots=True)
 class Device:
-    """Down, compute and up, each busy until some moment."""
+    """A downlink, a processor and an uplink, each busy until some time."""
 
     pace: Pace
     memory_bytes: int = 8 << 30
@@ -61,7 +61,7 @@ class Device:
     cancelled: set[TaskId] = field(default_factory=lambda: set[TaskId]())
 
     def finish(self, task: Task, down_bytes: int, now: float) -> float:
-        """When the result of a task that starts now is back."""
+        """Time at which the result of a task started now is back."""
         self.down_until = max(self.down_until, now) + down_bytes / self.pace.down_bytes_per_s
         flops_s = task.flops * task.effort / self.pace.flops_per_s
         self.busy_until = max(self.busy_until, self.down_until) + flops_s
@@ -70,7 +70,7 @@ class Device:
 
 
 class NoNumbers:
-    """The results of a run that has none."""
+    """Placeholder results for a run without numbers."""
 
     outputs: list[object]
 
@@ -100,7 +100,7 @@ class VirtualDriver:
         self.devices: dict[DeviceId, Device] = {}
         self.told: list[object] = []
         self.workers: set[DeviceId] = set()
-        """Devices that were given something."""
+        """Devices that were given tasks."""
         self.waits: list[str] = []
         self._planner = planner
         self._heap: list[tuple[float, int, EngineEvent]] = []
@@ -109,7 +109,7 @@ class VirtualDriver:
 
     @property
     def is_quiet(self) -> bool:
-        """Nothing is left to happen."""
+        """Whether nothing is left to happen."""
         return not self._heap
 
     def join(self, name: str, device: Device) -> None:
@@ -189,11 +189,11 @@ class VirtualDriver:
             case Tell(event):
                 self.told.append(event)
             case _:
-                pass  # what a device drops takes no time
+                pass  # dropping operands takes no time
 
     def _start(self, task: Task, down_bytes: int) -> None:
         device = self.devices.get(task.device)
-        if device is None:  # it leaves at this very moment
+        if device is None:  # it has just left
             return
         self.workers.add(task.device)
         back = device.finish(task, down_bytes, self.now)

@@ -35,7 +35,7 @@ def one(
 
 
 def usual(count: int, seed: int) -> Profiles:
-    """60 % phones, 30 % laptops, 10 % budget phones at a tenth of a phone's rates."""
+    """60% phones, 30% laptops, 10% budget phones at a tenth of a phone's rates."""
     rng = np.random.default_rng(seed)
     kind = rng.permutation(np.repeat([0, 1, 2], _shares(count, (0.6, 0.3, 0.1))))
     laptop, slow = kind == 1, np.where(kind == 2, 0.1, 1.0)
@@ -53,7 +53,7 @@ def usual(count: int, seed: int) -> Profiles:
 
 
 def wild(count: int, seed: int, spread: float = 1.5) -> Profiles:
-    """Log-normal in everything, independently: devices that no shop sells."""
+    """Everything log-normal and independent: devices that no shop sells."""
     rng = np.random.default_rng(seed)
 
     def draw(middle: float) -> Floats:
@@ -63,7 +63,7 @@ def wild(count: int, seed: int, spread: float = 1.5) -> Profiles:
 
 
 def narrow(count: int, seed: int) -> Profiles:
-    """Devices within 2 % of one another."""
+    """Devices within 2% of one another."""
     rng = np.random.default_rng(seed)
 
     def draw(middle: float) -> Floats:
@@ -92,7 +92,7 @@ def mixed(count: int, seed: int) -> Profiles:
 
 
 def cramped(count: int, seed: int) -> Profiles:
-    """Memory from a few kilobytes up: it binds before time does."""
+    """Memory from a few kilobytes up, so that memory binds before time does."""
     fleet = wild(count, seed)
     memory = 10 ** np.random.default_rng(seed + 1).uniform(3.7, 8.0, count)
     return of(fleet.flops_per_s, fleet.down_bytes_per_s, fleet.up_bytes_per_s, fleet.latency_s, memory)

@@ -1,4 +1,4 @@
-"""Frames and numbers as the golden files hold them."""
+"""Frames and numbers in the format of the golden files."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Which of many test cases `make test` runs: of a grid, a sample that shows every combination of a few values.
+"""Selects the test cases `make test` runs: from each grid, a sample that covers every combination of a few values.
 
-Faults that need three particular values at once are rare next to those that need two, and a grid of four axes has far
-more triples than pairs. So `make test` runs a sample of each grid, `make test-all` the whole of it.
+Faults that need three particular values at once are rare compared to those that need two, and a grid of four axes has
+far more triples than pairs. So `make test` runs a sample of each grid, and `make test-all` the whole grid.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Combination = frozenset[tuple[str, Hashable]]
 
 
 def covering_sample(cases: Sequence[Case], strength: int = 2) -> list[int]:
-    """Indices of cases, in order, that show each combination of `strength` values any case shows; chosen greedily."""
+    """Ordered indices of cases, chosen greedily, that cover every combination of `strength` values in any case."""
     shown = [_combinations(case, strength) for case in cases]
     missing = set[Combination]().union(*shown)
     chosen: list[int] = []

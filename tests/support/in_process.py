@@ -1,6 +1,6 @@
-"""A cluster and its devices in this process: real workers over channels in memory, in an event loop of its own thread.
+"""A cluster and its devices in this process: real workers over channels in memory, in an event loop in its own thread.
 
-Who holds what is given by the test: `anyhow` draws arrangements that no planner would make.
+The test decides which device holds which shard: `anyhow` draws arrangements that no planner would make.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 
 class InProcess:
-    """Use as a context; `cluster` is what models are distributed to."""
+    """Context manager of an in-process fleet; distribute models to its `cluster`."""
 
     def __init__(self, memory_bytes: Sequence[int], *, wire: WireFormat = "fp32", arrange: Arrange = plan_columns):
         self._loop = asyncio.new_event_loop()
@@ -59,7 +59,7 @@ class InProcess:
             worker = Worker(theirs, NumpyKernel(), offer, Contribution())
             self._tasks.append(self._loop.create_task(_live(worker, theirs)))
         while cluster.devices < len(self._memory_bytes):
-            await asyncio.sleep(0)  # they join in this very loop
+            await asyncio.sleep(0)  # they join in this loop
         return cluster
 
     async def _end(self) -> None:
@@ -81,7 +81,7 @@ async def _live(worker: Worker, channel: Channel) -> None:
 
 
 def anyhow(seed: int, chunk: int | None = None) -> Arrange:
-    """Runs of sublayers and slices of single ones, each on any devices, some in several columns; chunks of any size."""
+    """Random runs of sublayers and slices of single ones, on any devices, some in several columns; any chunk size."""
     draw = random.Random(seed)
 
     def arrange(profiles: Profiles, sublayers: Sequence[Sublayer], *, sequence: int, **_: object) -> ResidentPlan:

@@ -1,7 +1,7 @@
-"""A process that forks others to save checkpoints, and kills them; `test_checkpoint` runs it, once per law.
+"""A process that forks others to save checkpoints and kills them; `test_checkpoint` runs it, once per law.
 
-It is a process of its own because a fork is safe only where one thread runs, and forks spare each victim the import of
-torch. A step's number determines what it saves, so what is restored can be compared to the last bit.
+It is a separate process because forking is safe only with a single thread, and forking spares each victim the import
+of torch. A step's number determines its contents, so a restored checkpoint can be compared bit for bit.
 
     python -m tests.support.killed_saves at-random DIRECTORY KILLS
     python -m tests.support.killed_saves at-each-operation DIRECTORY SITUATION...
@@ -52,7 +52,7 @@ def save_step(run: Path, step: int) -> None:
 
 
 def check(run: Path, at_least: int) -> int:
-    """The law: there is a whole checkpoint, none of an earlier step, and it holds what its step saved."""
+    """Check the law: the latest intact checkpoint is not of an earlier step, and holds what its step saved."""
     found = latest(run)
     assert found is not None, f"step {at_least} is lost: {sorted(path.name for path in run.rglob('*'))}"
     assert found.step >= at_least, f"step {at_least} was saved, {found.step} came back"
@@ -69,7 +69,7 @@ def check(run: Path, at_least: int) -> int:
 
 
 def forked(act: Callable[[], object]) -> int:
-    """The id of a child that acts and ends."""
+    """Process id of a forked child that acts and exits."""
     child = os.fork()
     if child:
         return child
@@ -82,7 +82,7 @@ def forked(act: Callable[[], object]) -> int:
 
 
 def at_random(run: Path, kills: int) -> None:
-    """Each victim saves step after step, some of them twice, and is killed a moment after one of its saves."""
+    """Let each victim save step after step, some of them twice, and kill it a moment after one of its saves."""
     chance = random.Random(kills)
     step = reported = in_the_middle = 0
     for _ in range(kills):
@@ -99,7 +99,7 @@ def at_random(run: Path, kills: int) -> None:
         os.close(writing)
         for _ in range(chance.randrange(1, 4)):
             reported = int.from_bytes(os.read(reading, 4), "little")
-        select.select([], [], [], chance.uniform(0, 0.03))  # any moment will do, and the law holds at all of them
+        select.select([], [], [], chance.uniform(0, 0.03))  # any moment will do: the law holds at all of them
         os.kill(victim, signal.SIGKILL)
         assert os.WTERMSIG(os.waitpid(victim, 0)[1]) == signal.SIGKILL
         while more := os.read(reading, 4):
@@ -111,7 +111,7 @@ def at_random(run: Path, kills: int) -> None:
 
 
 def at_each_operation(directory: Path, names: Sequence[str]) -> None:
-    """Kill a save before its first operation on the disk, before its second, and so on until one comes to its end."""
+    """Kill a save before its first disk operation, before its second, and so on until one completes."""
     kills = 0
     for name in names:
         before, damaged, step = SITUATIONS[name]
@@ -129,7 +129,7 @@ def at_each_operation(directory: Path, names: Sequence[str]) -> None:
             ended = dies_at(run, step, operation)
             if good or ended:
                 check(run, step if ended else good)
-            second = operation % 7  # the save after a crash may be struck too, among others while it clears up
+            second = operation % 7  # the save after a crash may be killed too, also while it cleans up
             kills += (not ended) + (not dies_at(run, step, second))
             if good or ended:
                 check(run, step if ended else good)
@@ -144,7 +144,7 @@ def at_each_operation(directory: Path, names: Sequence[str]) -> None:
 
 
 def dies_at(run: Path, step: int, operation: int) -> bool:
-    """Whether the save came to its end after all."""
+    """Save in a child killed before a given disk operation; return whether the save completed nonetheless."""
 
     def save_dying() -> None:
         count = 0
@@ -167,7 +167,7 @@ def dies_at(run: Path, step: int, operation: int) -> bool:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    of_step(0)  # loads what torch loads on first use, so that no child has to
+    of_step(0)  # makes torch load lazily imported parts once, so that no child has to
     if sys.argv[1] == "at-random":
         at_random(Path(sys.argv[2]), int(sys.argv[3]))
     else:

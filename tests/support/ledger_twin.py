@@ -1,6 +1,6 @@
-"""What the ledger's commands mean for the devices and the regions: a model that replays them.
+"""A model of devices and regions that replays the ledger's commands.
 
-It asserts the laws of the ledger on the way and knows nothing of how the ledger decides.
+It asserts the laws of the ledger on the way, and knows nothing about how the ledger decides.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from cleave.core.schedule.tasks import (
 )
 
 LAST = DeviceId("zed")
-"""Joins in the end, and can do any task."""
+"""Joins at the end, and can do any task."""
 OPERANDS = [
     Operand(id=OperandId(i), bytes=size, wire_bytes=size) for i, size in enumerate([1, 2, 3, 5, 8, 13, 21, 34], 100)
 ]
 MISSING, TAKEN, ORPHANED = 0, 1, 2
 NO_GROUP = -1
-"""Given to hedges, which belong to the group of their region whatever they say."""
+"""Group number given to hedges, which belong to the group of their region regardless."""
 
 Cells = NDArray[np.int64]
 
@@ -90,7 +90,7 @@ class Stay:
         return sum(operand.bytes for operand in task.operands) + task.result_bytes <= self.memory_bytes
 
     def could_start(self) -> bool:
-        """Whether the most urgent waiting task fits beside what is pinned."""
+        """Whether the most urgent waiting task fits next to pinned operands."""
         if not self.waiting or len(self.placed) >= IN_FLIGHT:
             return False
         together = [*self.placed, min(self.waiting, key=urgency)]
@@ -104,12 +104,12 @@ class Stay:
 
 
 def urgency(task: Task) -> tuple[int, TaskId]:
-    """Order in which tasks should start; ids are given in order of submission."""
+    """Sort key for the order in which tasks should start; ids are assigned in order of submission."""
     return task.priority, task.id
 
 
 class Twin:
-    """What each device holds and runs, and what became of each element of each region."""
+    """State of each device, and of each element of each region."""
 
     def __init__(self) -> None:
         self.stays: dict[DeviceId, Stay] = {}
@@ -117,7 +117,7 @@ class Twin:
         """Unfinished regions."""
         self.started: set[TaskId] = set()
         self.useless: dict[TaskId, Task] = {}
-        """Running tasks that can bring nothing more; each must be cancelled by the same event."""
+        """Running tasks that can contribute nothing more; each must be cancelled by the same event."""
         self.orphaned: list[tuple[TaskId, Rectangle]] = []
         self.hedged: list[tuple[TaskId, Rectangle]] = []
         self.dead: set[OperandId] = set()
@@ -162,7 +162,7 @@ class Twin:
             case Start(task, missing):
                 self._start(task, missing)
             case Cancel(task):
-                assert self.useless.pop(task.id) == task, "a task that can still bring something is not cancelled"
+                assert self.useless.pop(task.id) == task, "a task that can still contribute is not cancelled"
                 stay = self.stays[task.device]
                 stay.ghosts[task.id] = stay.running.pop(task.id)
             case Resend(device, operands):
@@ -195,7 +195,7 @@ class Twin:
 
     def settle(self) -> None:
         """Assert what holds once all commands of an event are done."""
-        assert not self.useless, "a task that can bring nothing is cancelled at once"
+        assert not self.useless, "a task that can contribute nothing is cancelled at once"
         live = [task for stay in self.stays.values() for task in stay.live]
         for id, cells in self.regions.items():
             covered = np.zeros_like(cells)
@@ -204,13 +204,13 @@ class Twin:
                 if task.region_id == id:
                     covered[span(task.area)] += 1
                     healthy[span(task.area)] += not self.stays[task.device].is_late
-            assert (covered[cells == MISSING] > 0).all(), "some task covers everything that is missing"
+            assert (covered[cells == MISSING] > 0).all(), "every missing element is covered by some task"
             for region, part in self.orphaned:
-                assert region != id or not covered[span(part)].any(), "no task covers what is orphaned"
+                assert region != id or not covered[span(part)].any(), "no task covers orphaned elements"
             for region, part in self.hedged:
                 if region == id:
                     assert (cells[span(part)] == MISSING).all()
-                    assert not healthy[span(part)].any(), "what a healthy device runs is not hedged"
+                    assert not healthy[span(part)].any(), "work of healthy devices is not hedged"
         for stay in self.stays.values():
             assert not stay.lacking, "unsent operands are resent or dropped"
         self.orphaned.clear()
@@ -220,12 +220,12 @@ class Twin:
         stay = self.stays[task.device]
         assert task.id not in self.started, "no task runs twice"
         self.started.add(task.id)
-        assert task == min(stay.waiting, key=urgency), "the most urgent starts first"
+        assert task == min(stay.waiting, key=urgency), "the most urgent task starts first"
         stay.waiting.remove(task)
         stay.running[task.id] = task
         assert len(stay.placed) <= IN_FLIGHT
         lacking = [operand for operand in task.operands if operand.id not in stay.held]
-        assert [operand.id for operand in lacking] == list(missing), "operands that it lacks are sent, others are not"
+        assert [operand.id for operand in lacking] == list(missing), "only operands the device lacks are sent"
         stay.held.update({operand.id: operand.bytes for operand in lacking})
         stay.owed[task.id] = np.ones((task.rows, task.cols), dtype=np.bool_)
         stay.sent_with[task.id] = missing
@@ -256,10 +256,10 @@ class Twin:
         for piece in fresh:
             at = span(piece.moved(task.top, task.left))
             assert cells[at].size == piece.area > 0
-            assert (wanted[at] == 1).all(), "every element is accepted once, and only what arrived"
+            assert (wanted[at] == 1).all(), "each element that arrived is accepted once, and no other"
             wanted[at] = 0
             cells[at] = TAKEN
-        assert not wanted.any(), "everything new is accepted"
+        assert not wanted.any(), "all new elements are accepted"
         self.returned(task, part)
         assert finished == (cells != MISSING).all()
         if finished:

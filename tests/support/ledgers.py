@@ -70,7 +70,7 @@ def task(
 
 
 class Server:
-    """A ledger, checked after every event, and the time of its next one."""
+    """A ledger, checked after every event, and the time of its next event."""
 
     def __init__(self, **memory_bytes: int) -> None:
         self.ledger, self.now = Ledger(), 0.0
@@ -89,7 +89,7 @@ class Server:
         return self.tell(ResultArrived(task.device, task.id, part or task.whole))
 
     def wait(self, seconds: float) -> list[Command]:
-        """Tick for so long, or until a device is overdue; return all commands."""
+        """Tick for some seconds, or until a device is overdue; return all commands."""
         said: list[Command] = []
         end = self.now + seconds
         while self.now < end:

@@ -1,7 +1,7 @@
-"""A fleet that is this process: takes batches through stacks in plain torch, from their description alone.
+"""A stand-in fleet in this process: runs batches through stacks in plain torch, from their description alone.
 
-It proves descriptions, masks, tables and scales. Products of single layers are computed here too and counted, so that
-a test sees which way a model went.
+It verifies descriptions, masks, tables and scales. Products of single layers are computed here too and counted, so
+that a test sees whether a model ran as a stack or by gemms.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Operand:
     cols: int
     format: WireFormat
     numbers: torch.Tensor | None = None
-    """As devices see them."""
+    """Values after decoding, as devices see them."""
 
     def bind(self, matrix: Matrix | None, encoded: Encoded | None = None) -> None:
         codec = NumpyCodec()

@@ -1,8 +1,8 @@
-"""Writes the golden frames beside this file: `python tests/vectors/make.py`.
+"""Writes the golden frames in tests/vectors: `python -m tests.support.make_vectors`.
 
-They are for those who write a device or a server in another language (docs/protocol.md), and a guard for this one:
-`tests/wire/test_vectors.py` never runs this script. If a run of it changes a file, the protocol has changed, and so
-must its version, unless the change is one that docs/protocol.md allows.
+They are for people who write a device or a server in another language (docs/protocol.md), and a guard for this one:
+`tests/protocol/test_vectors.py` never runs this script. If running it changes a file, the protocol has changed, and its
+version must change too, unless docs/protocol.md allows the change.
 
     messages/   one of every message: its fields, its header, its payload
     numbers/    matrices in each format: values, the same as fp32 bits, encoded, and what a receiver decodes
@@ -132,7 +132,7 @@ def numbers(name: str, wire: WireFormat, matrix: Matrix) -> Json:
 
 
 def tasks() -> dict[str, Json]:
-    """Small whole numbers, so that every format and every order of summing gives the same result."""
+    """Gemm cases with small integers, so that every format and every order of summation gives the same result."""
     rng = np.random.default_rng(1)
 
     def draw(rows: int, cols: int) -> Matrix:
@@ -141,7 +141,7 @@ def tasks() -> dict[str, Json]:
     nt, other = {1: draw(4, 3), 2: draw(5, 3)}, {8: draw(2, 4), 9: draw(3, 4)}
     nn = {3: draw(3, 2), 4: draw(2, 4), 5: draw(3, 3), 6: draw(3, 4)}
     tn = {1: draw(6, 2), 7: draw(6, 3)}
-    other[8][:, 0] = other[9][:, 0] = 127.0  # a scale of 1: whole numbers are exact in int8 too
+    other[8][:, 0] = other[9][:, 0] = 127.0  # a scale of 1: integers are exact in int8 too
     return {
         "gemm-nt": task("gemm-nt", GemmProgram(layout="nt", terms=((1, 2),), rows=4, cols=5), nt, "fp32", strips=2),
         "gemm-nn": task(
@@ -180,7 +180,7 @@ def task(name: str, program: GemmProgram, operands: dict[int, Matrix], wire: Wir
 
 
 def sent(program: GemmProgram, operands: dict[int, Matrix], wire: WireFormat, strips: int) -> Iterator[Frame]:
-    """The task, then the strips of its operands in turn."""
+    """The frames of a task: the task, then strips of its operands in turn."""
     yield RunTask(task=TASK, priority=1, program=program, format=wire), b""
     for strip in range(strips):
         for operand, matrix in operands.items():
@@ -191,7 +191,7 @@ def sent(program: GemmProgram, operands: dict[int, Matrix], wire: WireFormat, st
 
 
 def computable(program: GemmProgram, operands: dict[int, Matrix], held: dict[int, int]) -> tuple[int, int]:
-    """The rows and columns of the block that can be made from the rows held: an eager device's answer."""
+    """Rows and columns of the block that can be computed from the rows held: an eager device's answer."""
     is_whole = {operand: held[operand] == len(matrix) for operand, matrix in operands.items()}
     match program.layout:
         case "nt":

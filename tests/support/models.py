@@ -1,4 +1,4 @@
-"""Small models of every family, with the seams that matter: grouped heads, tied heads, biases, Conv1D."""
+"""Small models of every family, with the features that matter: grouped heads, tied heads, biases, Conv1D."""
 
 from __future__ import annotations
 

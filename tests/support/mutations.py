@@ -1,4 +1,4 @@
-"""Golden frames and what becomes of them on a bad day: cut, flipped, swapped, inflated, of wrong types, nested deep.
+"""Mutations of golden frames: cut, flipped, swapped, inflated, of wrong types, deeply nested.
 
 Everything is drawn from a `random.Random`, so it works for seeded tests, for hypothesis and for `fuzz/` alike.
 """
@@ -19,9 +19,9 @@ VECTORS = Path(__file__).parents[1] / "vectors"
 _DEEP = 5000
 _LENGTHS = (b"\xd9\xff", b"\xda\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xdc\xff\xff", b"\xdd\xff\xff\xff\xff",
             b"\xde\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\x00")  # fmt: skip
-"""MessagePack's markers of texts, lists, maps, bytes and extensions as long as can be."""
+"""MessagePack markers of strings, lists, maps, bytes and extensions of maximum length."""
 _NUMBERS = 80
-"""Operands, states, accumulators, rows and columns of the golden cases are below it."""
+"""Upper limit of operand, state, accumulator, row and column numbers in the golden cases."""
 _FLOATS = (0.0, float("nan"), float("inf"), float("-inf"), 3e38, -3e38, 1e-45, 1e20, -1e20)
 _ODD: tuple[Any, ...] = (
     0, -1, 1, 127, 128, 65536, 2**31, 2**53 + 1, 2**63 - 1, 2**63, 2**64 - 1, -(2**63),
@@ -38,7 +38,7 @@ def golden() -> list[tuple[bytes, bytes]]:
 
 @cache
 def conversations() -> list[list[tuple[bytes, bytes]]]:
-    """The frames from the server in each case of tests/vectors in which there are tasks."""
+    """The server's frames in each case of tests/vectors that has tasks."""
     return [
         [_bytes(frame) for frame in case["frames"] if frame["from"] == "server"]
         for folder in ("tasks", "resident", "session")
@@ -59,7 +59,7 @@ def _bytes(frame: dict[str, Any]) -> tuple[bytes, bytes]:
 
 
 def damaged(data: bytes, rng: random.Random) -> bytes:
-    """Bytes with a few of them changed, cut out, put in, repeated, or followed by nothing."""
+    """Bytes with a few changed, removed, inserted, repeated, or everything after them cut off."""
     found = bytearray(data)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(found) + 1)
@@ -84,7 +84,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 
 
 def odd(header: bytes, rng: random.Random) -> bytes:
-    """A header that is well formed, but for one or two fields that are odd, missing, strange or of another message."""
+    """A well-formed header, except for one or two fields that are odd, missing, unknown or from another message."""
     fields: dict[Any, Any] = msgspec.msgpack.decode(header)
     for _ in range(rng.randint(1, 2)):
         name = rng.choice(list(fields)) if fields else "type"
@@ -96,13 +96,13 @@ def odd(header: bytes, rng: random.Random) -> bytes:
             case _:
                 fields[name] = _altered(fields.get(name), rng)
     packed = msgspec.msgpack.encode(fields)
-    if rng.randrange(50) == 0 and packed[0] & 0xF0 == 0x80 and packed[0] != 0x8F:  # one field more, nested deep
+    if rng.randrange(50) == 0 and packed[0] & 0xF0 == 0x80 and packed[0] != 0x8F:  # one more field, deeply nested
         packed = bytes([packed[0] + 1]) + packed[1:] + b"\xa1y" + b"\x91" * _DEEP + b"\x01"
     return packed
 
 
 def _altered(value: Any, rng: random.Random) -> Any:
-    """Something else instead of a value, or of something inside it: an odd one, or one that might be meant."""
+    """Replace a value, or something inside it, with an odd value or a plausible one."""
     inside: list[Any] = list(value) if isinstance(value, dict) else list(range(len(value))) if _is_list(value) else []
     if inside and rng.randrange(8):
         at = rng.choice(inside)
@@ -120,7 +120,7 @@ def _is_list(value: Any) -> bool:
 
 
 def other_numbers(payload: bytes, rng: random.Random) -> bytes:
-    """As many bytes, some of them others: numbers that are huge, tiny or none."""
+    """A payload of the same length with some bytes replaced: huge, tiny or non-finite numbers."""
     found = bytearray(payload)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(found))
@@ -137,7 +137,7 @@ def mutated(header: bytes, rng: random.Random) -> bytes:
 
 
 def websocket(data: bytes, rng: random.Random, *, first: int = 0x82, fragments: int = 1) -> bytes:
-    """What a client sends of a byte string: masked frames (RFC 6455)."""
+    """A byte string as a client sends it: in masked frames (RFC 6455)."""
     cut = -(-len(data) // fragments) or 1
     pieces = [data[start : start + cut] for start in range(0, len(data), cut)] or [b""]
     out = bytearray()

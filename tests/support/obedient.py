@@ -1,7 +1,7 @@
-"""A device without a channel and without threads: does at once whatever messages tell it, as far as it can.
+"""A device without a channel or threads: obeys messages at once, as far as it can.
 
-The same store and tasks as in the worker, driven from one place, so that whatever they raise is seen, and memory can be
-watched from message to message.
+It drives the same store and tasks as the worker from one place, so that all their exceptions surface, and memory can be
+checked after every message.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Device:
         self.results = self.failures = 0
 
     def obey(self, strings: Iterable[bytes]) -> bool:
-        """Take byte strings as they come over a channel; False: one was refused, and the connection would end."""
+        """Take byte strings as they come over a channel; return False if one was refused, ending the connection."""
         assembler = Assembler()
         try:
             for data in strings:
@@ -64,12 +64,12 @@ class Device:
         for number, (message, task) in list(self._tasks.items()):
             while (chunk := task.next_chunk()) is not None:
                 try:
-                    with np.errstate(all="ignore"):  # numpy warns of numbers that are not finite: no crash
+                    with np.errstate(all="ignore"):  # numpy's warnings about non-finite numbers are not crashes
                         result = chunk.run()
                     if chunk.part is not None:
                         self._kernel.encode(result, message.format)
                         self.results += 1
-                except (MemoryError, RuntimeError):  # as the worker: the task failed, the device stays
+                except (MemoryError, RuntimeError):  # as in the worker: the task fails, the device stays
                     self.failures += 1
                     del self._tasks[number]
                     break
@@ -78,7 +78,7 @@ class Device:
 
 
 def mishap(rng: random.Random) -> list[bytes]:
-    """What a server sends in a golden conversation, with one to three frames not as they should be."""
+    """A server's frames in a golden conversation, with one to three of them wrong."""
     conversation = rng.choice(mutations.conversations())
     said = [list(frame) for frame in conversation]
     for at in rng.sample(range(len(said)), rng.randint(1, 3)):

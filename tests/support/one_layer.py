@@ -1,4 +1,4 @@
-"""One layer and a journey through it: the usual case of the tests of resident tasks."""
+"""One layer and a journey through it: the usual case in tests of resident tasks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN = {"bias": False, "adapter": False, "is_transposed": False}
 
 
 class Layer:
-    """Its programs are for `ROWS` rows in chunks of `CHUNK`."""
+    """A layer whose programs are for `ROWS` rows in chunks of `CHUNK`."""
 
     def __init__(self, memory_bytes: int = 1 << 24) -> None:
         self.bench = Bench(memory_bytes=memory_bytes)

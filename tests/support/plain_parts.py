@@ -1,6 +1,6 @@
-"""Parts of a model in plain torch ops and float64, for whole sequences at once: what resident parts must agree with.
+"""Reference parts of a model in plain torch ops and float64, for whole sequences at once.
 
-Also makes random parts on a bench, and slices of them.
+Resident parts must agree with them. Also makes random parts on a bench, and slices of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ACTIVATIONS: dict[str, Any] = {
 
 
 class Plain:
-    """The values of a bench in float64; after `backward` each has its gradient."""
+    """The operands of a bench in float64; after `backward` each has its gradient."""
 
     def __init__(self, bench: Bench) -> None:
         self.values = {
@@ -56,7 +56,7 @@ class Plain:
         return y if norm.bias is None else y + self.values[norm.bias]
 
     def part(self, part: Part, x: Tensor, mask: Matrix | None, rotary: Matrix | None) -> Tensor:
-        """f(norm(x))"""
+        """Output of a part, f(norm(x))."""
         normed = self.norm(part.norm, x)
         if isinstance(part, Mlp):
             up = self.linear(part.up, normed)
@@ -86,7 +86,7 @@ class Plain:
 
 
 class Maker:
-    """Random parts whose weights are on a bench; `trained` are all their numbers."""
+    """Random parts whose weights are on a bench; `trained` lists all their operand numbers."""
 
     def __init__(self, bench: Bench, hidden: int, seed: int) -> None:
         self.bench, self.hidden, self.rng = bench, hidden, np.random.default_rng(seed)
@@ -143,7 +143,7 @@ class Maker:
     # ------------------------------------------------------------------------------------------------ slices
 
     def cut(self, weight: Weight, out: slice = slice(None), width: slice = slice(None)) -> Weight:
-        """Some outputs, or some inputs; a bias goes with the outputs, and with the first inputs."""
+        """Slice a weight by outputs or inputs; the bias goes with the outputs, or with the first inputs."""
         stored = self.bench.operands[weight.weight]
         bias = None
         if weight.bias is not None and width.start in (None, 0):

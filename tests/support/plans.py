@@ -1,4 +1,4 @@
-"""Plans by hand: given devices for given shards, whatever a planner would say."""
+"""Hand-made plans: given devices for given shards, whatever a planner would choose."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from cleave.core.model.sublayers import Sublayer
 from cleave.core.plan.resident.stages import Column, Holding, ResidentPlan, Stage
 
 Layout = Sequence[tuple[int, Sequence[Sequence[str]]]]
-"""Of each stage: how many sublayers, and the devices of each slice."""
+"""Number of sublayers, and the devices of each slice, per stage."""
 
 
 def stage_of(first: int, count: int, slices: Sequence[Sequence[str | tuple[str, float]]]) -> Stage:
-    """Devices by name, or with the sequences that each should take."""
+    """A stage with devices given by name, or with the number of sequences each should take."""
 
     def holding(one: str | tuple[str, float]) -> Holding:
         device, sequences = (one, 1.0) if isinstance(one, str) else one
@@ -41,7 +41,7 @@ def plan_of(stages: Sequence[Stage], chunk: int) -> ResidentPlan:
 
 
 def arranged(layout: Layout, chunk: int) -> Callable[..., ResidentPlan]:
-    """Always this, as far as its devices are there; a slice whose devices are all gone goes to all that are there."""
+    """A planner that always returns this layout on connected devices; a slice left without any goes to all of them."""
 
     def arrange(profiles: Profiles, sublayers: Sequence[Sublayer], **_: object) -> ResidentPlan:
         stages: list[Stage] = []
@@ -49,7 +49,7 @@ def arranged(layout: Layout, chunk: int) -> Callable[..., ResidentPlan]:
         for count, slices in layout:
             present = [[name for name in column if name in profiles.names] or profiles.names for column in slices]
             within = min(count, len(sublayers) - first)
-            if within:  # the head, where there is none
+            if within:  # a layout may include a head the model lacks
                 stages.append(stage_of(first, within, present))
             first += within
         return plan_of(stages, chunk)

@@ -1,7 +1,7 @@
-"""Golden conversations about resident parts, for `make.py`: a sequence in chunks, there and back, gradients at the end.
+"""Golden conversations about resident parts, for `make_vectors.py`: a sequence in chunks, forward and back, gradients.
 
-What is right is computed by plain torch in float64, whole sequences at once (`tests/device/plain_parts.py`), and then
-rounded to fp32: nothing in the files was computed by a device. All numbers that are sent are short.
+Expected results are computed by plain torch in float64, whole sequences at once (`tests/support/plain_parts.py`), and
+rounded to fp32: nothing in the files was computed by a device. All numbers sent have few digits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cleave.protocol.programs import Backward, Collect, Forward, Hold, Program, 
 
 HIDDEN, HEAD_DIM, ROWS = 8, 4, 6
 CHUNKS = ((0, 4), (4, 6))
-"""Of a sequence: not all are as long."""
+"""Row ranges of a sequence, of unequal length."""
 PLAIN = {"bias": False, "adapter": False, "is_transposed": False}
 _FINE = 64
 
@@ -35,11 +35,11 @@ def conversations() -> dict[str, Json]:
 
 
 def llama_block() -> Json:
-    """All weights ahead; then a second state, built in silence, whose gradients are added to those of the first."""
+    """All weights sent ahead; then a silently rebuilt second state, whose gradients are added to those of the first."""
     talk = Talk(seed=1)
     attention = talk.maker.attention(4, 2, HEAD_DIM, "rms", is_rotary=True, **PLAIN)
     mlp = talk.maker.mlp(6, "rms", "silu", gated=True, **PLAIN)
-    rotary = rotary_table(10, HEAD_DIM)[[9, 0, 1, 3, 4, 5, 8, 2]]  # with gaps: else where it begins would not matter
+    rotary = rotary_table(10, HEAD_DIM)[[9, 0, 1, 3, 4, 5, 8, 2]]  # with gaps: otherwise the first row would not matter
     way = Way(talk=talk, parts=(attention, mlp), x=talk.draw(), dy=talk.draw(), rotary=rotary)
     talk.run(Hold(operands=tuple(talk.maker.trained)), np.zeros((1, 1)))
     totals = way.go(talk.maker.trained)
@@ -51,7 +51,7 @@ def llama_block() -> Json:
 
 
 def gpt2_block() -> Json:
-    """The first key is padding, so the first row sees none."""
+    """The first key is padding, so the first row sees no key."""
     talk = Talk(seed=2)
     how = {"bias": True, "adapter": False, "is_transposed": True}
     attention = talk.maker.attention(2, 2, HEAD_DIM, "layer", **how)
@@ -63,7 +63,7 @@ def gpt2_block() -> Json:
 
 
 def attention_slice() -> Json:
-    """One key head of two, with its query heads; weights that are not trained, with adapters that are."""
+    """One key head of two, with its query heads; frozen weights with trained adapters."""
     talk = Talk(seed=3)
     maker = talk.maker
     whole = maker.attention(4, 2, HEAD_DIM, "rms", window=3, bias=True, adapter=True, is_transposed=False)
@@ -85,7 +85,7 @@ def attention_slice() -> Json:
 
 
 def tail() -> Json:
-    """The end of a model: parts and the head in one program; without attention, so without a state."""
+    """The end of a model: parts and the head in one program, without attention and so without a state."""
     talk = Talk(seed=4)
     how = {"bias": True, "adapter": False, "is_transposed": False}
     parts = tuple(talk.maker.mlp(5, "layer", activation, gated=False, **how) for activation in ("relu", "gelu"))
@@ -98,7 +98,7 @@ def tail() -> Json:
 
 
 def head_slice() -> Json:
-    """Words 5 to 11 of 12; some targets are among the others."""
+    """Words 5 to 11 of 12; some targets are outside the slice."""
     talk = Talk(seed=5)
     whole = talk.maker.head(12, "rms", **PLAIN)
     targets = np.array([[5], [11], [4], [-1], [8], [0]], dtype=np.float32)
@@ -111,15 +111,15 @@ def head_slice() -> Json:
 
 
 def _scales(targets: Matrix) -> Matrix:
-    """dloss of each row, for the mean over those that have a target."""
+    """Gradient of the loss per row, for the mean over rows that have a target."""
     return (np.float32(0.25) * (targets >= 0)).astype(np.float32)
 
 
-# ------------------------------------------------------------------------------------------------ what is said
+# ------------------------------------------------------------------------------------------------ conversations
 
 
 class Short(Maker):
-    """Random parts whose numbers are short."""
+    """Random parts whose numbers have few digits."""
 
     def put(self, matrix: Matrix) -> int:
         return super().put(np.round(matrix * _FINE) / _FINE)
@@ -140,7 +140,7 @@ class Talk:
         return np.round(self.maker.normal(ROWS, HIDDEN) * 8) / 8
 
     def run(self, program: Program, expected: Any) -> None:
-        """A task, what it needs and is not there, and its result."""
+        """Add a task, the operands it needs that were not sent yet, and its result."""
         task = next(self._tasks)
         self._frames.append((RunTask(task=task, priority=1, program=program, format="fp32"), b""))
         for operand in dict.fromkeys(operands(program)):
@@ -170,7 +170,7 @@ class Right(NamedTuple):
 
 @dataclass(kw_only=True)
 class Way:
-    """A sequence through parts, and through the head if there is one."""
+    """A sequence going through parts, and through the head if there is one."""
 
     talk: Talk
     parts: tuple[Part, ...]
@@ -180,7 +180,7 @@ class Way:
     is_slice: bool = False
     mask: Matrix | None = None
     rotary: Matrix | None = None
-    """The sequence begins at its second row."""
+    """Table whose second row is the first position of the sequence."""
     targets: Matrix | None = None
 
     def __post_init__(self) -> None:
@@ -188,7 +188,7 @@ class Way:
         self._put: dict[tuple[str, int], int] = {}
 
     def go(self, trained: list[int]) -> dict[int, int]:
-        """Forward and backward; where the gradients are: operand -> accumulator."""
+        """Run forward and backward; return the accumulator of each operand's gradient."""
         right = self.reference()
         for first, last in CHUNKS:
             self.talk.run(Forward(**self._unit(first, last)), right.y[first:last])
@@ -254,7 +254,7 @@ class Way:
         return unit
 
     def _operand(self, name: str, matrix: Matrix, first: int = 0) -> int:
-        """The same number whenever it is the same."""
+        """Operand number of a matrix, stored once per name and first row."""
         if (name, first) not in self._put:
             self._put[name, first] = self.talk.bench.put(matrix)
         return self._put[name, first]

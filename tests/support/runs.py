@@ -1,4 +1,4 @@
-"""Training runs in this process, on this machine's own torch unless a test brings devices."""
+"""Training runs in this process, on local torch unless a test supplies devices."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def train(
 
 
 def before_forward(number: int, act: Callable[[], object]) -> Wrap:
-    """Act just before the forward pass of that number, counted from 1."""
+    """Act just before the `number`-th forward pass, counted from 1."""
 
     def wrap(model: torch.nn.Module) -> torch.nn.Module:
         count = 0
@@ -55,5 +55,5 @@ def before_forward(number: int, act: Callable[[], object]) -> Wrap:
 
 
 def at_steps(actions: dict[int, Callable[[], object]]) -> Callable[[AnyEvent], object]:
-    """Act when a step of one of these numbers is done."""
+    """Run the action of a step when that step is done."""
     return lambda event: actions.get(event.step, lambda: None)() if isinstance(event, StepDone) else None

@@ -1,4 +1,4 @@
-"""Messages to test on: a hypothesis strategy over every kind, and byte strings that are nearly messages."""
+"""Messages for tests: a hypothesis strategy over every kind, and byte strings that are nearly messages."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ ONE_OF_EACH: tuple[AnyMessage, ...] = (
 
 
 def mutated(header: bytes, rng: random.Random) -> bytes:
-    """A header with a few bytes changed, cut out, put in or repeated."""
+    """A header with a few bytes changed, removed, inserted or repeated."""
     data = bytearray(header)
     for _ in range(rng.randint(1, 4)):
         at = rng.randrange(len(data) + 1)

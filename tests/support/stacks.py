@@ -1,7 +1,7 @@
-"""Small decoders by hand: a stack, numbers for its parameters, and a batch, without torch.
+"""Hand-made small decoders: a stack, numbers for its parameters, and a batch, without torch.
 
-Parts have what makes cutting them hard: grouped heads, biases of every kind, matrices that lie side by side in one
-parameter or the other way round, adapters, norms with and without a bias.
+Parts have the features that make slicing hard: grouped heads, biases of every kind, matrices fused into one parameter
+or transposed, adapters, norms with and without a bias.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from cleave.core.model.decoder import Attention, Decoder, Head, Mlp, Norm, Param
 
 @dataclass
 class Builder:
-    """Adds parameters and views as parts ask for them."""
+    """Adds parameters and views as parts need them."""
 
     hidden: int
     rng: np.random.Generator
     is_frozen: bool = False
-    """Whether all but adapters are."""
+    """Whether all parameters except adapters are frozen."""
     weights: list[Matrix] = field(default_factory=lambda: list[Matrix]())
     parameters: list[Parameter] = field(default_factory=lambda: list[Parameter]())
     views: list[View] = field(default_factory=lambda: list[View]())
 
     def parameter(self, rows: int, cols: int, *, is_trained: bool | None = None, around: float = 0.0) -> int:
-        """The number of a view of all of it."""
+        """Add a parameter and return the number of a view of all of it."""
         trained = not self.is_frozen if is_trained is None else is_trained
         self.parameters.append(Parameter(rows, cols, trained))
         self.weights.append((around + self.rng.normal(0, cols**-0.5, (rows, cols))).astype(np.float32))
@@ -61,7 +61,7 @@ class Builder:
         )
 
     def side_by_side(self, widths: Sequence[int], into: int) -> list[Weight]:
-        """As GPT-2 has its q, k and v: one matrix, and one bias."""
+        """Weights fused into one matrix and one bias, like GPT-2's q, k and v."""
         whole = sum(widths)
         matrix = self.views[self.parameter(into, whole)].parameter
         bias = self.views[self.parameter(1, whole)].parameter
@@ -123,7 +123,7 @@ class SmallDecoder:
     words: int
 
     def batch(self, cluster: Any, *, seed: int = 0, sequences: int = 4, sequence: int = 6, **options: Any) -> Batch:
-        """`cluster` is whoever gives tensors; some rows have no target."""
+        """A random batch in which some rows have no target; `cluster` supplies the tensors."""
         rng, tokens = np.random.default_rng(seed), sequences * sequence
         operands = [cluster.tensor(*matrix.shape, "fp32") for matrix in self.weights]
         for operand, matrix in zip(operands, self.weights, strict=True):
@@ -150,7 +150,7 @@ def decoder(
     has_head: bool = True,
     rank: int = 0,
 ) -> SmallDecoder:
-    """Grouped heads and biases; with `rank` only adapters are trained."""
+    """A decoder with grouped heads and biases; with `rank`, only adapters are trained."""
     builder = Builder(hidden, np.random.default_rng(7), is_frozen=rank > 0)
     parts: list[Part] = []
     for _ in range(layers):
@@ -161,7 +161,7 @@ def decoder(
 
 @st.composite
 def decoders(draw: st.DrawFn) -> Decoder:
-    """One of each part, in every manner a model may have it."""
+    """Decoders with one part of each kind, in every variant a model may have."""
     builder = Builder(draw(st.integers(1, 3)) * 2, np.random.default_rng(0), is_frozen=draw(st.booleans()))
     how = {
         "bias": draw(st.booleans()),

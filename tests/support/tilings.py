@@ -1,4 +1,4 @@
-"""What a set of blocks covers, exactly: by the signed corners of their indicator function."""
+"""Exact coverage of a set of blocks, by the signed corners of their indicator function."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Corners = tuple[Ints, Ints]
 
 
 def corners(rows: Ints, cols: Ints, inner: Ints) -> Corners:
-    """Where the mixed difference of the sum of the blocks' indicator functions is not zero, and what it is there.
+    """Positions and values where the mixed difference of the sum of the blocks' indicator functions is not zero.
 
     Summing it up gives the function back, so two sets of blocks cover every element equally often if and only if
-    their corners are the same. Each block has eight, of sign (-1)^(number of ends); inner corners cancel.
+    their corners are equal. Each block has eight, of sign (-1)^(number of ends); inner corners cancel.
     """
     points: list[Ints] = []
     signs: list[Ints] = []
@@ -43,7 +43,7 @@ def corners_of_whole(gemm: Gemm) -> Corners:
 
 
 def covers_once(tiling: Tiling, gemm: Gemm) -> bool:
-    """Every (row, column, inner) element of the gemm in exactly one block, and no block without one."""
+    """Whether every (row, column, inner) element of the gemm is in exactly one block, and no block is empty."""
     return all((x[:, 0] < x[:, 1]).all() for x in (tiling.rows, tiling.cols, tiling.inner)) and same(
         corners_of(tiling), corners_of_whole(gemm)
     )

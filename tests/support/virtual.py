@@ -1,8 +1,9 @@
-"""An event loop whose clock is made up: when nothing is ready, time jumps to the next timer.
+"""An event loop with a virtual clock: when nothing is ready, time jumps to the next timer.
 
-Deadlines of minutes pass in milliseconds and never depend on how fast the machine is. What would wait for ever fails at
-once, and says who waits for what. Work for other threads is done on the spot, and takes a fixed time, so that the same
-seed gives the same run. `time.perf_counter` reads the same clock, a little later each time: rates are made up too.
+Deadlines of minutes pass in milliseconds and never depend on the speed of the machine. A run that would wait forever
+fails at once, and says which tasks wait where. Work for other threads runs inline and takes a fixed time, so that the
+same seed gives the same run. `time.perf_counter` reads the same clock, a little later each time, so that measured rates
+are virtual too.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from typing import Any, TypeVar
 from unittest import mock
 
 _COMPUTE_S = 1e-3
-"""What a call takes that is meant for another thread."""
+"""Duration of a call meant for another thread."""
 _TICK_S = 1e-6
-"""Between two looks at the clock."""
+"""Time between two readings of the clock."""
 
 Result = TypeVar("Result")
 
 
 class Stuck(AssertionError):
-    """Nothing can happen any more, or too much time has passed."""
+    """Nothing can happen anymore, or too much time has passed."""
 
 
 class _Jump(selectors.DefaultSelector):
-    """Instead of waiting for a file, moves the clock of its loop on."""
+    """Advances the clock of its loop instead of waiting for a file."""
 
     loop: VirtualLoop
 
@@ -44,10 +45,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         selector = _Jump()
         super().__init__(selector)
         selector.loop = self
-        self._clock_resolution = _TICK_S  # else a timer far ahead is never quite due
+        self._clock_resolution = _TICK_S  # otherwise a timer far ahead is never quite due
         self._now_s, self.limit_s = 0.0, limit_s
         self.faults: list[str] = []
-        """What nobody caught: exceptions of callbacks and of tasks nobody awaited."""
+        """Uncaught exceptions of callbacks and of tasks that were never awaited."""
         self.set_exception_handler(lambda _, context: self.faults.append(_told(context)))
 
     def time(self) -> float:
@@ -83,7 +84,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[object, object, Result], *, limit_s: float) -> Result:
-    """Run to the end in virtual time; Stuck if that takes more than `limit_s`, or never comes."""
+    """Run to the end in virtual time; raise Stuck if that takes more than `limit_s` or never happens."""
     loop = VirtualLoop(limit_s)
     try:
         with mock.patch.object(time, "perf_counter", loop.perf_counter):
@@ -97,7 +98,7 @@ def run(main: Coroutine[object, object, Result], *, limit_s: float) -> Result:
 
 
 def _cancel_all(loop: VirtualLoop) -> None:
-    loop.limit_s += 60.0  # for what waits a little before it gives up
+    loop.limit_s += 60.0  # for tasks that wait a little before giving up
     left = asyncio.all_tasks(loop)
     for task in left:
         task.cancel()
@@ -111,7 +112,7 @@ def _unless_cancelled(done: asyncio.Future[Any], settle: Callable[[Any], None], 
 
 
 def _where(task: asyncio.Task[Any]) -> str:
-    """A task's name, and the innermost line of ours in which it waits."""
+    """A task's name and coroutine, and the innermost line at which it waits."""
     frames = task.get_stack()
     place = f"{frames[-1].f_code.co_filename.rpartition('/')[2]}:{frames[-1].f_lineno}" if frames else "nowhere"
     return f"{task.get_name()} {getattr(task.get_coro(), '__qualname__', '')} at {place}"

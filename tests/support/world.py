@@ -1,4 +1,4 @@
-"""A real cluster and real workers in one virtual event loop, over channels in memory; some of them at fault."""
+"""A real cluster and real workers in one virtual event loop, over channels in memory; some workers are faulty."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cleave.transport.memory import MemoryChannel, memory_pair
 ROLES: tuple[Role, ...] = ("forward", "grad_input", "grad_weight")
 ROOMY = 64_000_000
 SEEN = 1e-2
-"""How wrong an element may be and stay unnoticed, in standard deviations of its product (LIVE.md: about 1e-3)."""
+"""How wrong an element may be and go unnoticed, in standard deviations of its product (expected: about 1e-3)."""
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class Device:
 
 
 class World:
-    """Make it inside the loop; `close` raises what escaped from a connection or a worker."""
+    """A cluster and its devices; make it inside the loop. `close` raises what escaped from a connection or a worker."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class World:
         self._news.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Until something that events tell of is so."""
+        """Wait until a condition that changes with events holds."""
         while not condition():
             self._news.clear()
             await self._news.wait()
@@ -99,7 +99,7 @@ class World:
         return device
 
     async def join(self, name: str, script: Script = (), *, flops_per_s: float = 1e10, token: str = "") -> Device:
-        """A device that is there."""
+        """A device that has joined."""
         before = len(self.joined())
         device = self.dial(name, script, flops_per_s=flops_per_s, token=token)
         await self.until(lambda: len(self.joined()) > before)
@@ -109,14 +109,14 @@ class World:
         return [event.device for event in self.events if isinstance(event, events.DeviceJoined)]
 
     def departures(self) -> dict[str, str]:
-        """Who left, and why."""
+        """Reasons for leaving, by device name."""
         return {event.device: event.reason for event in self.events if isinstance(event, events.DeviceLeft)}
 
     def here(self) -> set[str]:
         return {member.name for member in self.cluster.here()}
 
     async def product(self, role: Role, layer: Layer) -> None:
-        """One product through the fleet, which must be right."""
+        """Compute one product on the fleet and check it."""
         a, b = layer.operands(role)
         staged = [tuple(self._tensor(matrix) for matrix in side) for side in (a, b)]
         outputs = await asyncio.wrap_future(
@@ -126,7 +126,7 @@ class World:
             np.testing.assert_allclose(output, expected, rtol=0, atol=SEEN * float(expected.std()), err_msg=role)
 
     async def products(self, *layers: Layer) -> None:
-        """All three of each layer, at once: a step."""
+        """Compute all three products of each layer at once, as in a step."""
         async with asyncio.TaskGroup() as group:
             for layer in layers:
                 for role in ROLES:
@@ -150,7 +150,7 @@ class World:
 
 
 async def _live(device: Device) -> None:
-    """As `cleave join` does it, but once."""
+    """Join and work like `cleave join`, but only once."""
     try:
         await device.worker.join()
         await device.worker.run()
@@ -162,7 +162,7 @@ async def _live(device: Device) -> None:
 
 @dataclass
 class Layer:
-    """A layer with its numbers, and what its three products should be; whole numbers, whose sums are exact."""
+    """A layer with its numbers and the expected results of its three products; integers, whose sums are exact."""
 
     x: Matrix
     weight: Matrix

@@ -1,4 +1,4 @@
-"""What a checkpoint gives back is what went in, and a damaged one is never given back."""
+"""A checkpoint restores exactly what was saved, and a damaged one is never restored."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _saved(run: Path, steps: list[int], keep: int = 99) -> tuple[torch.nn.Module
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
-def test_any_optimizer_goes_on_after_restore_exactly_as_without(tmp_path: Path, make: MakeOptimizer) -> None:
+def test_any_optimizer_continues_after_a_restore_exactly_as_without(tmp_path: Path, make: MakeOptimizer) -> None:
     model, other = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
     optimizer, fresh = _trained(model, make), make(list(other.parameters()))
     written = save(tmp_path, model, optimizer, _position(2), keep=1)
@@ -135,19 +135,19 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tmp_path: Path, 
     assert (checkpoint.step, checkpoint.damaged) == (4, (path_of(tmp_path, 5),))
 
 
-def test_without_a_whole_checkpoint_there_is_none(tmp_path: Path) -> None:
+def test_without_an_intact_checkpoint_there_is_none(tmp_path: Path) -> None:
     assert latest(tmp_path) is None
     _saved(tmp_path, [5])
     (path_of(tmp_path, 5) / "state.json").unlink()
     assert latest(tmp_path) is None
 
 
-def test_only_the_newest_are_kept(tmp_path: Path) -> None:
+def test_only_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:
     _saved(tmp_path, [1, 2, 3, 4], keep=2)
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["step-000003", "step-000004"]
 
 
-def test_a_damaged_later_checkpoint_never_pushes_out_a_good_one_and_is_replaced_in_turn(tmp_path: Path) -> None:
+def test_a_damaged_later_checkpoint_never_displaces_a_good_one_and_is_replaced(tmp_path: Path) -> None:
     model, optimizer = _saved(tmp_path, [1, 9])
     (path_of(tmp_path, 9) / "state.json").unlink()
     save(tmp_path, model, optimizer, _position(2), keep=1)
@@ -161,7 +161,7 @@ def test_a_damaged_later_checkpoint_never_pushes_out_a_good_one_and_is_replaced_
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000009"]
 
 
-def test_what_a_crash_left_half_written_is_no_checkpoint_and_is_cleared_away(tmp_path: Path) -> None:
+def test_a_half_written_checkpoint_is_ignored_and_cleared_away(tmp_path: Path) -> None:
     model, optimizer = _saved(tmp_path, [1])
     rest = tmp_path / "checkpoints" / ".partial-step-000002"
     rest.mkdir()
@@ -173,7 +173,7 @@ def test_what_a_crash_left_half_written_is_no_checkpoint_and_is_cleared_away(tmp
     assert not rest.exists()
 
 
-def test_a_checkpoint_that_cannot_be_written_is_said_and_leaves_the_old_ones(tmp_path: Path) -> None:
+def test_a_checkpoint_that_cannot_be_written_is_reported_and_spares_the_old_ones(tmp_path: Path) -> None:
     model, optimizer = _saved(tmp_path, [1])
     (tmp_path / "checkpoints" / ".partial-step-000002").write_text("a file where the directory should go")
     with pytest.raises(CleaveError, match=r"cannot write the checkpoint .*step-000002"):
@@ -226,11 +226,9 @@ def test_a_kill_at_any_moment_costs_no_finished_save(tmp_path: Path) -> None:
     fast_and_slow([["over-damage"]], [["first", "next", "next-of-many", "same", "same-of-many"]]),
     ids=",".join,
 )
-def test_a_kill_before_any_operation_on_the_disk_leaves_a_whole_checkpoint(
-    tmp_path: Path, situations: list[str]
-) -> None:
+def test_a_kill_before_any_disk_operation_leaves_an_intact_checkpoint(tmp_path: Path, situations: list[str]) -> None:
     kills = _kills("at-each-operation", tmp_path, *situations)
-    assert kills > 10 * len(situations), "no way of saving is a matter of a few operations"
+    assert kills > 10 * len(situations), "a save takes more than a few operations"
 
 
 def _names(run: Path) -> list[str]:
@@ -239,7 +237,7 @@ def _names(run: Path) -> list[str]:
 
 @pytest.mark.parametrize("size", [0, 50, 300, 1000])
 @pytest.mark.parametrize("again", [False, True], ids=["next", "same"])
-def test_a_save_that_fails_leaves_what_was_there_and_nothing_else(
+def test_a_failed_save_leaves_the_old_checkpoints_and_nothing_else(
     tmp_path: Path, size: int, again: bool, limit_files: Callable[[int | None], None]
 ) -> None:
     model, optimizer = _saved(tmp_path, [1, 2])
@@ -253,12 +251,12 @@ def test_a_save_that_fails_leaves_what_was_there_and_nothing_else(
 
 
 def _large() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    """Its checkpoints are of 0.8 MB, so that two fit on a disk of 2 MB."""
+    """A model and optimizer whose checkpoints take 0.8 MB, so that two fit on a disk of 2 MB."""
     model = torch.nn.Linear(320, 320)
     return model, _trained(model, OPTIMIZERS["sgd"])
 
 
-def test_on_a_disk_for_two_the_one_beyond_keep_makes_room_for_the_next(mount_disk: Callable[[int], Path]) -> None:
+def test_on_a_disk_for_two_an_expired_checkpoint_makes_room_for_the_next(mount_disk: Callable[[int], Path]) -> None:
     small_disk = mount_disk(2 << 20)
     model, optimizer = _large()
     for step in range(1, 6):
@@ -266,7 +264,7 @@ def test_on_a_disk_for_two_the_one_beyond_keep_makes_room_for_the_next(mount_dis
     assert _names(small_disk) == ["step-000004", "step-000005"]
 
 
-def test_on_a_full_disk_the_last_good_checkpoint_never_makes_room(mount_disk: Callable[[int], Path]) -> None:
+def test_on_a_full_disk_the_last_good_checkpoint_is_never_deleted(mount_disk: Callable[[int], Path]) -> None:
     small_disk = mount_disk(2 << 20)
     model, optimizer = _large()
     for step in (1, 2):

@@ -1,4 +1,4 @@
-"""A run's settings are checked once, at the door, and survive being written down."""
+"""A run's settings are checked once, on loading, and survive being saved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_overrides_win_over_the_file_and_none_means_not_given(tmp_path: Path) ->
     assert (config.steps, config.learning_rate, config.model, config.eval_every) == (9, 1.0, "tiny-opt", 3)
 
 
-def test_a_config_written_down_reads_back_as_itself_without_its_token(tmp_path: Path) -> None:
+def test_a_saved_config_reads_back_as_itself_without_its_token(tmp_path: Path) -> None:
     config = TrainConfig(
         data=Path('odd "name"\\with\ttab\x7f and é'),
         betas=(0.8, 0.95),
@@ -47,7 +47,7 @@ def test_every_default_passes_its_own_check(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("key", "meant"), [("learning_rat", "learning_rate"), ("warm-up-steps", "warmup_steps")])
-def test_an_unknown_setting_is_refused_with_the_nearest_name(tmp_path: Path, key: str, meant: str) -> None:
+def test_an_unknown_setting_is_refused_with_the_closest_name(tmp_path: Path, key: str, meant: str) -> None:
     with pytest.raises(InputError, match=f"no setting '{key}'.*did you mean {meant}"):
         load_config(_file(tmp_path, f"{key} = 1\n"), {})
 
@@ -84,7 +84,7 @@ def test_a_value_of_the_wrong_kind_or_size_is_refused_with_what_was_expected(
         load_config(_file(tmp_path, text), {})
 
 
-def test_a_file_that_is_missing_or_no_toml_is_refused_by_its_name(tmp_path: Path) -> None:
+def test_a_missing_or_invalid_toml_file_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"cannot read .*absent\.toml"):
         load_config(tmp_path / "absent.toml", {})
     with pytest.raises(InputError, match=r"expected TOML in .*run\.toml"):

@@ -1,4 +1,4 @@
-"""Laws of the way from text to batches: tokens round trip, files give documents, an epoch visits each window once."""
+"""Laws of the path from text to batches: tokens round-trip, files give documents, an epoch visits each window once."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ sequences = st.integers(1, 9)
 
 
 def counting(length: int) -> Corpus:
-    """Token i is i, so that a window shows where it starts."""
+    """A corpus in which token i is i, so that a window shows where it starts."""
     return Corpus(tokens=np.arange(length, dtype=np.uint16))
 
 
@@ -59,7 +59,7 @@ def refused(sentence: str):
 
 @steady
 @given(st.text())
-def test_bytes_give_a_text_back_without_its_nuls(text: str) -> None:
+def test_byte_tokens_round_trip_a_text_without_its_nuls(text: str) -> None:
     tokenizer = ByteTokenizer()
     tokens = tokenizer.encode(text)
     assert tokens.dtype == np.uint16
@@ -67,7 +67,7 @@ def test_bytes_give_a_text_back_without_its_nuls(text: str) -> None:
     assert tokenizer.decode(tokens) == text.replace("\0", "")
 
 
-def test_bytes_that_are_no_text_decode_to_replacement_characters() -> None:
+def test_bytes_that_are_not_text_decode_to_replacement_characters() -> None:
     assert ByteTokenizer().decode(np.array([104, 105, 0xFF])) == "hi\ufffd"
     assert ByteTokenizer().decode(ByteTokenizer().encode("a\ud800b")) == "a?b"
 
@@ -94,7 +94,7 @@ def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def test_a_models_own_tokenizer_is_used_and_gives_a_text_back(model_directory: Path) -> None:
+def test_a_models_own_tokenizer_is_used_and_round_trips_a_text(model_directory: Path) -> None:
     tokenizer = load_tokenizer(model_directory)
     assert isinstance(tokenizer, ModelTokenizer)
     assert (tokenizer.vocab_size, tokenizer.separator) == (270, 1)
@@ -113,7 +113,7 @@ def test_a_long_text_is_tokenized_in_pieces_without_loss(model_directory: Path) 
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_without_an_end_token_the_separator_is_the_begin_token_else_0(model_directory: Path, tmp_path: Path) -> None:
+def test_without_an_end_token_the_separator_is_the_begin_token_or_else_0(model_directory: Path, tmp_path: Path) -> None:
     config = json.loads((model_directory / "tokenizer_config.json").read_text())
     for removed, separator in ((("eos_token",), 0), (("bos_token",), 1), (("eos_token", "bos_token"), 0)):
         directory = tmp_path / "-".join(removed)
@@ -149,7 +149,7 @@ def test_a_text_file_is_one_document_whatever_its_name(tmp_path: Path) -> None:
     assert list(read_documents(write(tmp_path / "marked.txt", b"\xef\xbb\xbftext"))) == ["text"]
 
 
-def test_a_character_across_the_sniffed_border_is_still_text(tmp_path: Path) -> None:
+def test_a_character_split_by_the_sniffing_limit_is_still_text(tmp_path: Path) -> None:
     text = "a" * (2**16 - 1) + "ü" * 10
     assert list(read_documents(write(tmp_path / "a.txt", text))) == [text]
 
@@ -222,7 +222,7 @@ def test_parquet_without_pyarrow_says_what_to_install(tmp_path: Path, monkeypatc
         list(read_documents(path))
 
 
-def test_a_directory_gives_all_its_text_in_the_order_of_names(tmp_path: Path) -> None:
+def test_a_directory_gives_all_its_text_in_order_of_names(tmp_path: Path) -> None:
     write(tmp_path / "b" / "deep" / "a.md", "third")
     write(tmp_path / "a.jsonl", '{"text": "first"}\n{"text": "second"}\n')
     write_parquet(tmp_path / "c.parquet", text=["fourth"])
@@ -273,14 +273,14 @@ def test_a_corpus_is_the_documents_with_a_separator_between(texts: list[str]) ->
 
 
 class WideTokenizer(ByteTokenizer):
-    """Bytes at the top of a vocabulary that two bytes cannot count."""
+    """Byte tokens at the top of a vocabulary too large for two bytes per token."""
 
     def __init__(self) -> None:
         self.vocab_size = 65_537
         self.separator = 65_536
 
 
-def test_a_vocabulary_above_65536_takes_four_bytes_a_token() -> None:
+def test_a_vocabulary_above_65536_takes_four_bytes_per_token() -> None:
     corpus = open_corpus(["a", "b"], WideTokenizer())
     assert corpus.tokens.dtype == np.uint32
     assert corpus.tokens.tolist() == [97, 65_536, 98]
@@ -293,7 +293,7 @@ def test_documents_without_tokens_are_refused() -> None:
 
 @steady
 @given(st.integers(2, 400), sequences, st.floats(0.001, 0.9), st.integers(1, 8))
-def test_a_split_parts_the_corpus_without_overlap(length: int, sequence: int, share: float, most: int) -> None:
+def test_a_split_divides_the_corpus_without_overlap(length: int, sequence: int, share: float, most: int) -> None:
     length = max(length, sequence + 1)
     training, evaluation = split(counting(length), sequence, share, most)
     assert np.array_equal(np.concatenate([training.tokens, evaluation.tokens]), np.arange(length))
@@ -306,13 +306,13 @@ def test_a_split_parts_the_corpus_without_overlap(length: int, sequence: int, sh
         assert windows >= 1
 
 
-def test_a_split_takes_the_share_up_to_the_most() -> None:
+def test_a_split_takes_its_share_up_to_a_maximum() -> None:
     assert [len(part) for part in split(counting(10_001), 10)] == [9_500, 501]
     assert [len(part) for part in split(counting(60_000), 10)] == [59_359, 641]
     assert [len(part) for part in split(counting(1_000), 10, share=0)] == [1_000, 0]
 
 
-def test_a_text_shorter_than_a_sequence_and_one_token_is_refused() -> None:
+def test_a_text_shorter_than_one_sequence_plus_a_token_is_refused() -> None:
     sentence = "text has 120 tokens, one sequence needs 257; give more text or a smaller --sequence"
     with refused(sentence):
         split(counting(120), 256)
@@ -361,7 +361,7 @@ def test_a_batch_depends_only_on_its_index(indices: list[int], batch: int) -> No
         assert np.array_equal(wandering.batch(index), fresh)
 
 
-def test_the_batch_size_only_cuts_the_same_row_of_windows() -> None:
+def test_the_batch_size_only_groups_the_same_order_of_windows() -> None:
     ones, threes = (Batches(counting(100), 8, batch, 1) for batch in (1, 3))
     for index in range(20):
         assert np.array_equal(threes.batch(index), np.concatenate([ones.batch(3 * index + i) for i in range(3)]))
@@ -376,7 +376,7 @@ def test_order_and_phase_differ_between_epochs_and_seeds() -> None:
     assert len({int(row.min()) for row in starts}) > 4
 
 
-def test_over_many_epochs_every_token_is_read_at_every_place() -> None:
+def test_over_many_epochs_every_token_and_every_window_offset_occurs() -> None:
     batches = Batches(counting(60), 8, 6, 3)
     rows = np.concatenate([batches.batch(index) for index in range(60)])
     assert set(rows.ravel().tolist()) == set(range(60))
@@ -384,7 +384,7 @@ def test_over_many_epochs_every_token_is_read_at_every_place() -> None:
 
 
 def test_the_order_is_the_same_in_every_version() -> None:
-    """A run resumed under another numpy or Cleave must read on where it stopped, so these numbers may never change."""
+    """A run resumed under another numpy or Cleave must continue where it stopped, so these numbers may never change."""
     assert Batches(counting(60), 8, 8, 3).batch(2)[:, 0].tolist() == [46, 38, 40, 24, 32, 16, 48, 8]
 
 

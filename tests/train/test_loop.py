@@ -33,7 +33,7 @@ TEXT = "".join(f"the {number} sheep jumped over {number * 7 % 13} gates\n" for n
 
 
 class Vanished(Exception):
-    """Stands for whatever a fleet may raise in the middle of a step."""
+    """Stands for any error a fleet may raise in the middle of a step."""
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def _run(
 
 
 def _before_forward(number: int, act: Callable[[], object]) -> Wrap:
-    """Act just before the forward pass of that number, counted from 1."""
+    """Act just before the `number`-th forward pass, counted from 1."""
 
     def wrap(model: torch.nn.Module) -> torch.nn.Module:
         count = 0
@@ -95,7 +95,7 @@ def _vanish() -> None:
     raise Vanished("the fleet is gone")
 
 
-def test_losses_are_those_of_a_plain_torch_loop(config: TrainConfig, tmp_path: Path) -> None:
+def test_losses_equal_those_of_a_plain_torch_loop(config: TrainConfig, tmp_path: Path) -> None:
     config = replace(config, accumulate=2, weight_decay=0.0)
     model, _ = build_model(config.model, "fp32", config.seed)
     training, _ = split(open_corpus([TEXT], ByteTokenizer()), config.sequence)
@@ -119,7 +119,7 @@ def test_losses_are_those_of_a_plain_torch_loop(config: TrainConfig, tmp_path: P
     assert losses[-1] < losses[0] - 1
 
 
-def test_micro_batches_in_flight_give_the_losses_of_one_after_the_other(config: TrainConfig, tmp_path: Path) -> None:
+def test_concurrent_micro_batches_give_the_losses_of_sequential_ones(config: TrainConfig, tmp_path: Path) -> None:
     config = replace(config, accumulate=3)
     threads: set[str] = set()
     meet = threading.Barrier(3, timeout=60)
@@ -138,10 +138,8 @@ def test_micro_batches_in_flight_give_the_losses_of_one_after_the_other(config: 
     assert together.losses == pytest.approx(serial.losses, abs=1e-5)
 
 
-def test_a_run_broken_off_and_resumed_has_exactly_the_losses_of_one_that_was_not(
-    config: TrainConfig, tmp_path: Path
-) -> None:
-    # The named OPT sizes have dropout, so the random state counts too; here a tiny model gets some.
+def test_an_interrupted_and_resumed_run_has_exactly_the_same_losses(config: TrainConfig, tmp_path: Path) -> None:
+    # The named OPT sizes have dropout, so the random state matters too; here a tiny model gets some.
     model, _ = build_model("tiny-gpt2", "fp32", 1)
     model.config.resid_pdrop = 0.2
     model.save_pretrained(tmp_path / "model")
@@ -160,12 +158,12 @@ def test_a_run_broken_off_and_resumed_has_exactly_the_losses_of_one_that_was_not
     assert resumed.tokens == 3 * config.tokens_per_step
 
 
-def test_a_run_killed_between_checkpoints_goes_on_from_the_last_one(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_run_killed_between_checkpoints_continues_from_the_last_one(config: TrainConfig, tmp_path: Path) -> None:
     config = replace(config, save_every=2)
     whole = _run(config, tmp_path / "whole")
     with pytest.raises(Vanished):
         _run(config, tmp_path / "killed", wrap=_before_forward(6, _vanish))
-    (checkpoint.path_of(tmp_path / "killed", 5) / "state.json").unlink()  # as if the kill had left none of step 5
+    (checkpoint.path_of(tmp_path / "killed", 5) / "state.json").unlink()  # as if killed while saving step 5
     events: list[AnyEvent] = []
     assert _run(config, tmp_path / "killed", resume=True, events=events).losses == whole.losses
     assert any(isinstance(event, Note) and "step-000005 is damaged" in event.text for event in events)
@@ -180,7 +178,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_again(config: TrainConf
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupt_saves_the_last_finished_step_and_says_how_to_go_on(
+def test_an_interrupt_saves_the_last_finished_step_and_says_how_to_resume(
     config: TrainConfig, tmp_path: Path, number: signal.Signals
 ) -> None:
     handler = signal.getsignal(number)
@@ -194,8 +192,8 @@ def test_an_interrupt_saves_the_last_finished_step_and_says_how_to_go_on(
     assert _run(config, tmp_path / "run", resume=True).losses == _run(config, tmp_path / "whole").losses
 
 
-def test_a_run_started_with_interrupts_ignored_ends_on_a_polite_kill_only(config: TrainConfig, tmp_path: Path) -> None:
-    """As under nohup, or in the background of a script."""
+def test_a_run_started_with_sigint_ignored_ends_only_on_sigterm(config: TrainConfig, tmp_path: Path) -> None:
+    """As it is under nohup, or in the background of a script."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     numbers = {2: signal.SIGINT, 4: signal.SIGTERM}
     actions = {step: lambda number=number: signal.raise_signal(number) for step, number in numbers.items()}
@@ -208,7 +206,7 @@ def test_a_run_started_with_interrupts_ignored_ends_on_a_polite_kill_only(config
 
 
 @pytest.mark.parametrize(("minutes", "saved"), [(0, [6]), (0.5, [1, 2, 3, 4, 5, 6]), (2, [2, 4, 6]), (2.5, [3, 6])])
-def test_a_checkpoint_is_written_when_its_minutes_have_passed(
+def test_a_checkpoint_is_written_when_its_interval_has_passed(
     config: TrainConfig, tmp_path: Path, minutes: float, saved: list[int]
 ) -> None:
     now_s = 0.0
@@ -227,7 +225,7 @@ def _at_steps(actions: dict[int, Callable[[], object]]) -> Callable[[AnyEvent], 
     return lambda event: actions.get(event.step, lambda: None)() if isinstance(event, StepDone) else None
 
 
-def test_a_full_disk_is_told_once_and_saves_go_on_when_there_is_room(
+def test_a_full_disk_is_reported_once_and_saves_resume_when_there_is_room(
     config: TrainConfig, tmp_path: Path, limit_files: Limit
 ) -> None:
     config = replace(config, save_every=1)
@@ -238,7 +236,7 @@ def test_a_full_disk_is_told_once_and_saves_go_on_when_there_is_room(
     notes = [event.text for event in events if isinstance(event, Note)]
     assert len(notes) == 1
     assert "cannot write the checkpoint" in notes[0]
-    assert "training goes on" in notes[0]
+    assert "training continues" in notes[0]
     assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [1, 5, 6]
 
 
@@ -263,7 +261,7 @@ def test_a_full_disk_at_the_end_raises_one_sentence_and_costs_no_older_checkpoin
     assert _run(config, tmp_path / "run", resume=True).losses == _run(config, tmp_path / "whole").losses
 
 
-def test_a_model_that_cannot_be_written_at_the_end_is_written_by_a_resume(
+def test_a_model_that_cannot_be_exported_at_the_end_is_exported_by_a_resume(
     config: TrainConfig, tmp_path: Path, limit_files: Limit
 ) -> None:
     def fill(event: AnyEvent) -> None:
@@ -276,7 +274,7 @@ def test_a_model_that_cannot_be_written_at_the_end_is_written_by_a_resume(
     assert _run(config, tmp_path / "run", resume=True).exported == tmp_path / "run" / "model"
 
 
-def test_a_full_disk_does_not_hide_what_stopped_the_run(
+def test_a_full_disk_does_not_hide_the_error_that_stopped_the_run(
     config: TrainConfig, tmp_path: Path, limit_files: Limit
 ) -> None:
     def wrap(model: torch.nn.Module) -> torch.nn.Module:
@@ -297,19 +295,19 @@ def test_a_full_disk_does_not_hide_what_stopped_the_run(
     assert sum(isinstance(event, Note) for event in events) == 1
 
 
-def test_settings_are_whole_whatever_the_disk_does(config: TrainConfig, tmp_path: Path, limit_files: Limit) -> None:
+def test_the_settings_file_stays_intact_on_a_full_disk(config: TrainConfig, tmp_path: Path, limit_files: Limit) -> None:
     _run(replace(config, steps=1), tmp_path / "run")
     before = (tmp_path / "run" / "config.toml").read_bytes()
     limit_files(100)
     with pytest.raises(InputError, match=r"cannot write .*config\.toml: .*; make room there"):
         _run(replace(config, steps=2), tmp_path / "run", resume=True)
-    saving.keep_settings(replace(config, steps=1), tmp_path / "run")  # what stands there needs no room
+    saving.keep_settings(replace(config, steps=1), tmp_path / "run")  # unchanged settings need no room
     limit_files(None)
     assert (tmp_path / "run" / "config.toml").read_bytes() == before
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
 
 
-def test_a_run_is_not_begun_anew_because_its_checkpoints_are_damaged(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_run_with_damaged_checkpoints_does_not_start_over(config: TrainConfig, tmp_path: Path) -> None:
     _run(replace(config, steps=1), tmp_path / "run")
     (checkpoint.path_of(tmp_path / "run", 1) / "state.json").unlink()
     for resume in (True, False):
@@ -320,13 +318,13 @@ def test_a_run_is_not_begun_anew_because_its_checkpoints_are_damaged(config: Tra
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_an_interrupt_that_python_swallows_in_a_finalizer_is_not_lost(config: TrainConfig, tmp_path: Path) -> None:
     def strike() -> None:
-        weakref.finalize(lambda: None, signal.raise_signal, signal.SIGINT)  # and so it is finalized at once
+        weakref.finalize(lambda: None, signal.raise_signal, signal.SIGINT)  # the lambda dies at once
 
     summary = _run(config, tmp_path / "run", wrap=_before_forward(3, strike))
     assert (summary.reason, summary.step) == ("interrupted", 3)
 
 
-def test_a_second_interrupt_waits_for_the_save_of_the_first(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_second_interrupt_waits_for_the_first_ones_save(config: TrainConfig, tmp_path: Path) -> None:
     wrap = _before_forward(3, lambda: signal.raise_signal(signal.SIGINT))
     events: list[AnyEvent] = []
 
@@ -336,13 +334,13 @@ def test_a_second_interrupt_waits_for_the_save_of_the_first(config: TrainConfig,
 
     with pytest.raises(KeyboardInterrupt):
         _run(config, tmp_path / "run", wrap=wrap, events=events, act=impatient)
-    assert any(isinstance(event, Note) and "go on with" in event.text for event in events)
+    assert any(isinstance(event, Note) and "resume with" in event.text for event in events)
     good = checkpoint.latest(tmp_path / "run")
     assert good is not None
     assert good.step == 2
 
 
-def test_an_interrupt_in_the_middle_of_an_update_waits_for_its_end(config: TrainConfig, tmp_path: Path) -> None:
+def test_an_interrupt_during_an_update_waits_for_its_end(config: TrainConfig, tmp_path: Path) -> None:
     count = 0
 
     def strike(*_: object) -> None:
@@ -362,7 +360,7 @@ def test_an_interrupt_in_the_middle_of_an_update_waits_for_its_end(config: Train
     assert _run(config, tmp_path / "run", resume=True).losses == _run(config, tmp_path / "whole").losses
 
 
-def test_an_update_that_breaks_off_is_never_saved(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_failed_update_is_never_saved(config: TrainConfig, tmp_path: Path) -> None:
     count = 0
 
     def fail(*_: object) -> None:
@@ -381,7 +379,7 @@ def test_an_update_that_breaks_off_is_never_saved(config: TrainConfig, tmp_path:
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_a_loss_that_is_not_finite_stops_before_the_update_and_loses_nothing(
+def test_a_non_finite_loss_stops_before_the_update_and_loses_nothing(
     config: TrainConfig, tmp_path: Path, in_flight: int
 ) -> None:
     config = replace(config, accumulate=2, in_flight=in_flight)
@@ -410,7 +408,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update_and_loses_nothing(
     assert resumed.losses == pytest.approx(_run(config, tmp_path / "whole").losses, abs=1e-6)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_first_step_with_advice(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_non_finite_gradient_stops_the_first_step_with_advice(config: TrainConfig, tmp_path: Path) -> None:
     def wrap(model: torch.nn.Module) -> torch.nn.Module:
         next(model.parameters()).register_hook(lambda gradient: gradient * math.inf)
         return model
@@ -420,7 +418,7 @@ def test_a_gradient_that_is_not_finite_stops_the_first_step_with_advice(config: 
     assert checkpoint.latest(tmp_path / "run") is None
 
 
-def test_settings_given_at_a_resume_count(config: TrainConfig, tmp_path: Path) -> None:
+def test_settings_given_on_resume_take_effect(config: TrainConfig, tmp_path: Path) -> None:
     _run(replace(config, steps=3), tmp_path / "run")
     events: list[AnyEvent] = []
     _run(replace(config, learning_rate=1e-9, weight_decay=0.0), tmp_path / "run", resume=True, events=events)
@@ -460,7 +458,7 @@ def test_a_model_with_its_own_tokenizer_is_exported_with_it(config: TrainConfig,
     assert set(summary.sample.split()) <= words.keys()
 
 
-def test_events_tell_the_run_and_what_each_step_moved(config: TrainConfig, tmp_path: Path) -> None:
+def test_events_describe_the_run_and_the_bytes_of_each_step(config: TrainConfig, tmp_path: Path) -> None:
     events: list[AnyEvent] = []
     calls = 0
 
@@ -480,7 +478,7 @@ def test_events_tell_the_run_and_what_each_step_moved(config: TrainConfig, tmp_p
     assert load_config(tmp_path / "run" / "config.toml", {}) == config
 
 
-def test_the_learning_rate_rises_in_a_line_and_falls_in_a_cosine_to_its_minimum() -> None:
+def test_the_learning_rate_rises_linearly_and_falls_as_a_cosine_to_its_minimum() -> None:
     config = TrainConfig(steps=100, warmup_steps=10, learning_rate=1.0, minimum_learning_rate_share=0.1)
     rates = [learning_rate(config, step) for step in range(1, 101)]
     assert rates[:10] == pytest.approx([step / 10 for step in range(1, 11)])
@@ -493,7 +491,9 @@ def test_the_learning_rate_rises_in_a_line_and_falls_in_a_cosine_to_its_minimum(
 @pytest.mark.parametrize(
     "change", [{"dtype": "bf16"}, {"autocast": "bf16"}, {"checkpointing": True}, {"clip": 0.0}, {"model": "tiny-opt"}]
 )
-def test_every_way_of_computing_trains(config: TrainConfig, tmp_path: Path, change: dict[str, object]) -> None:
+def test_every_precision_checkpointing_and_clipping_setting_trains(
+    config: TrainConfig, tmp_path: Path, change: dict[str, object]
+) -> None:
     config = load_config(None, {"data": config.data, "model": config.model} | change | {"steps": 8, "sequence": 32})
     config = replace(config, tensorboard=False, sample=0, warmup_steps=2, batch=4)
     summary = _run(config, tmp_path / "run")
@@ -541,7 +541,7 @@ def _must_not_start(model: torch.nn.Module) -> torch.nn.Module:
         ({"model": "tiny-gpt2", "sequence": 1024, "data": "short"}, InputError, "one sequence needs 1025"),
     ],
 )
-def test_bad_input_is_told_before_the_fleet_is_asked(
+def test_bad_input_is_reported_before_the_fleet_starts(
     config: TrainConfig, tmp_path: Path, change: dict[str, object], error: type[CleaveError], said: str
 ) -> None:
     if change.get("data") == "short":
@@ -553,7 +553,7 @@ def test_bad_input_is_told_before_the_fleet_is_asked(
     assert not (tmp_path / "run").exists()
 
 
-def test_text_of_more_tokens_than_the_model_knows_is_refused(config: TrainConfig, tmp_path: Path) -> None:
+def test_text_with_more_tokens_than_the_models_vocabulary_is_refused(config: TrainConfig, tmp_path: Path) -> None:
     model, _ = build_model("tiny-opt", "fp32", 1)
     model.resize_token_embeddings(100)
     model.save_pretrained(tmp_path / "small")
@@ -561,7 +561,7 @@ def test_text_of_more_tokens_than_the_model_knows_is_refused(config: TrainConfig
         _run(replace(config, model=str(tmp_path / "small")), tmp_path / "run", wrap=_must_not_start)
 
 
-def test_a_run_is_never_written_over_and_never_resumed_out_of_nothing(config: TrainConfig, tmp_path: Path) -> None:
+def test_a_run_is_never_overwritten_and_never_resumed_from_nothing(config: TrainConfig, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"expected a run to resume in .*absent"):
         _run(config, tmp_path / "absent", resume=True)
     _run(replace(config, steps=1), tmp_path / "run")

@@ -1,4 +1,4 @@
-"""A model's name gives the same model every time, and a wrong name gives a sentence that helps."""
+"""A model's name gives the same model every time, and a wrong name gives a helpful message."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def test_a_named_model_has_the_parameters_of_its_shape(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TINY)
-def test_the_seed_alone_decides_the_weights(name: str) -> None:
+def test_the_seed_alone_determines_the_weights(name: str) -> None:
     torch.manual_seed(5)
     first = build_model(name, "fp32", seed=1)[0].state_dict()
     drawn = torch.rand(1)
     torch.manual_seed(5)
-    assert torch.equal(drawn, torch.rand(1)), "building a model must not touch the generator of others"
+    assert torch.equal(drawn, torch.rand(1)), "building a model must not touch the global random state"
     again, other = build_model(name, "fp32", seed=1)[0].state_dict(), build_model(name, "fp32", seed=2)[0].state_dict()
     assert all(torch.equal(first[key], again[key]) for key in first)
     assert any(not torch.equal(first[key], other[key]) for key in first)
@@ -45,7 +45,7 @@ def test_tiny_models_take_bytes_have_no_dropout_and_keep_no_cache(name: str) -> 
     assert first.past_key_values is None
 
 
-def test_the_demo_is_small_and_parameters_have_the_asked_dtype() -> None:
+def test_the_demo_is_small_and_parameters_have_the_requested_dtype() -> None:
     model, _ = build_model("demo", "bf16", seed=1)
     assert 3e6 < sum(parameter.numel() for parameter in model.parameters()) < 4e6
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
@@ -61,7 +61,7 @@ def test_a_model_directory_loads_with_its_weights_and_is_returned_for_its_tokeni
     assert load_directory(tmp_path).dtype == torch.float32
 
 
-def test_a_directory_without_a_sound_model_is_refused(tmp_path: Path) -> None:
+def test_a_directory_without_a_valid_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json"):
         build_model(str(tmp_path), "fp32", seed=1)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
@@ -73,6 +73,6 @@ def test_a_directory_without_a_sound_model_is_refused(tmp_path: Path) -> None:
     ("name", "said"),
     [("opt-125n", "the nearest are opt-125m"), ("no such model!", "those are demo, tiny-llama, .*llama-2-70b")],
 )
-def test_an_unknown_name_is_refused_with_near_names_and_what_was_tried(name: str, said: str) -> None:
+def test_an_unknown_name_is_refused_with_similar_names_and_the_path_tried(name: str, said: str) -> None:
     with pytest.raises(ModelError, match=f"'{name}' is not a preset .{said}.*not a directory.*Hugging Face"):
         build_model(name, "fp32", seed=1)

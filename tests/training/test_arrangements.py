@@ -1,7 +1,7 @@
-"""However a model is cut and laid on devices, its losses and gradients are torch's own.
+"""However a model is cut and placed on devices, its losses and gradients equal torch's own.
 
-Families with their seams (grouped and tied heads, windows, biases, matrices side by side) against arrangements drawn
-at random, and against those the planner makes when no device could hold the model.
+Families with their peculiarities (grouped and tied heads, windows, biases, fused matrices) in random arrangements, and
+in those the planner makes when no device could hold the model.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def resident(model: nn.Module, devices: InProcess, **options: Any) -> Any:
 
 
 def pair(name: str, devices: InProcess) -> tuple[Any, Any]:
-    """The same model twice: on devices, and by itself."""
+    """The same model twice: on devices, and local."""
     reference = make(name)
     return resident(copy.deepcopy(reference), devices), reference
 
@@ -43,7 +43,7 @@ def padded(side: str, length: int = 12) -> dict[str, torch.Tensor]:
 
 
 def assert_same_gradients(model: nn.Module, reference: nn.Module, allowed: float = ALLOWED) -> None:
-    """Relative to a gradient's largest entry; biases of keys have none but rounding."""
+    """Compare gradients relative to their largest entry, leaving out key biases, whose gradients are pure rounding."""
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None), name
         if theirs.grad is not None and not name.endswith("k_proj.bias"):
@@ -70,8 +70,8 @@ def batches(index: int, sequences: int = 3) -> dict[str, torch.Tensor]:
 @pytest.mark.grid(strength=1)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("devices", DEVICES)
-def test_every_gradient_is_torchs_however_a_model_is_cut(name: str, devices: int) -> None:
-    """Each time another arrangement: a plan is made anew for another batch size."""
+def test_every_gradient_equals_torchs_however_a_model_is_cut(name: str, devices: int) -> None:
+    """Each batch size is planned anew, so each has another arrangement."""
     with InProcess([ROOMY] * devices, arrange=anyhow(devices)) as fleet:
         model, reference = pair(name, fleet)
         for index in range(2):
@@ -84,7 +84,7 @@ def test_every_gradient_is_torchs_however_a_model_is_cut(name: str, devices: int
 @pytest.mark.grid(strength=1)
 @pytest.mark.parametrize("chunk", [1, 5, 40])
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing_in_any_chunks(side: str, chunk: int) -> None:
+def test_padding_changes_nothing_for_any_chunk_size(side: str, chunk: int) -> None:
     for name in ("llama", "opt"):
         with InProcess([ROOMY] * 3, arrange=anyhow(chunk, chunk)) as fleet:
             assert_trains_alike(*pair(name, fleet), **padded(side))
@@ -102,7 +102,7 @@ def test_without_labels_hidden_states_come_back_and_gradients_go_in(name: str) -
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_evaluation_is_the_same(name: str) -> None:
+def test_evaluation_equals_torch(name: str) -> None:
     with InProcess([ROOMY] * 3, arrange=anyhow(3)) as fleet:
         model, reference = pair(name, fleet)
         for one in (model, reference):
@@ -122,7 +122,7 @@ def test_gradients_add_up_over_batches() -> None:
         assert_same_gradients(model, reference)
 
 
-def test_several_threads_may_have_batches_on_their_way() -> None:
+def test_several_threads_may_have_batches_in_flight() -> None:
     with InProcess([ROOMY] * 3, arrange=anyhow(5)) as fleet:
         model, reference = pair("llama", fleet)
         with ThreadPoolExecutor(3) as pool:
@@ -134,7 +134,7 @@ def test_several_threads_may_have_batches_on_their_way() -> None:
         assert_same_gradients(model, reference)
 
 
-def test_adapters_alone_are_trained_where_only_they_are(recwarn: pytest.WarningsRecorder) -> None:
+def test_only_adapters_are_trained_when_the_rest_is_frozen(recwarn: pytest.WarningsRecorder) -> None:
     from peft import LoraConfig, get_peft_model
 
     targets = ["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"]
@@ -156,7 +156,7 @@ def test_adapters_alone_are_trained_where_only_they_are(recwarn: pytest.Warnings
             assert_trains_alike(model, reference, **batches(index, index + 1))
 
 
-def test_over_a_smaller_wire_gradients_stay_near() -> None:
+def test_gradients_stay_close_over_a_narrower_wire() -> None:
     with InProcess([ROOMY] * 3, wire="bf16", arrange=anyhow(7)) as fleet:
         model, reference = pair("llama", fleet)
         losses = [one(**batches(0)).loss for one in (model, reference)]
@@ -193,7 +193,7 @@ def plain() -> list[float]:
 
 
 @pytest.mark.parametrize("devices", fast_and_slow([3], [1, 5]))
-def test_losses_over_many_steps_are_torchs(devices: int, plain: list[float]) -> None:
+def test_losses_over_many_steps_equal_torchs(devices: int, plain: list[float]) -> None:
     with InProcess([ROOMY] * devices, arrange=anyhow(20 + devices, chunk=8)) as fleet:
         ours = losses(resident(make("llama"), fleet))
     assert plain[-1] < 0.9 * plain[0], "the model must really learn"
@@ -206,26 +206,26 @@ def test_losses_over_many_steps_are_torchs(devices: int, plain: list[float]) -> 
 @pytest.mark.grid(strength=1)
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("devices", DEVICES)
-def test_what_the_planner_arranges_gives_torchs_gradients(name: str, devices: int) -> None:
+def test_the_planners_arrangement_gives_torchs_gradients(name: str, devices: int) -> None:
     with InProcess([ROOMY] * devices, arrange=plan_columns) as fleet:
         assert_trains_alike(*pair(name, fleet), **batches(0, 4))
         assert fleet.plans
 
 
 def wide() -> nn.Module:
-    """Some 16 MB with its gradients, more than each device below lends."""
+    """A model of about 16 MB with its gradients, more than any device below offers."""
     torch.manual_seed(4)
     return llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=2).train()
 
 
 @pytest.mark.parametrize("devices", fast_and_slow([3], [5]))
-def test_a_model_that_no_device_could_hold_trains_on_all_of_them(devices: int) -> None:
+def test_a_model_too_large_for_any_one_device_trains_on_several(devices: int) -> None:
     model = wide()
     trained = 2 * 4 * sum(p.numel() for name, p in model.named_parameters() if "embed" not in name)
-    share = trained // 2 + 4_000_000  # what devices take to work in
+    share = trained // 2 + 4_000_000  # plus the workspace of a device
     assert share < trained
     with InProcess([share] * devices, arrange=plan_columns) as fleet:
         assert_trains_alike(resident(copy.deepcopy(model), fleet), model, **batches(1, 4))
         (plan, *_) = fleet.plans
-        assert len(plan.stages) > 1 or len(plan.stages[0].slices) > 1, "it was cut"
+        assert len(plan.stages) > 1 or len(plan.stages[0].slices) > 1, "the model was cut"
         assert len({device for stage in plan.stages for device in stage.devices}) > 1

@@ -1,4 +1,4 @@
-"""Every gradient of every parameter is torch's own, whatever the family, the precision and the checkpointing."""
+"""Every gradient of every parameter equals torch's own, whatever the family, precision and checkpointing."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def backward(model: nn.Module, autocast: bool) -> float:
 
 
 def worst_difference(model: nn.Module, reference: nn.Module, order: float = float("inf")) -> float:
-    """Relative to a gradient's largest entry, or to its length (order 2).
+    """Largest difference relative to a gradient's largest entry, or to its norm (order 2).
 
-    A bias of keys moves all scores of a query alike, so its gradient is zero but for rounding, and is left out.
+    A key bias shifts all scores of a query alike, so its gradient is zero up to rounding, and is left out.
     """
     differences: list[float] = []
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -50,10 +50,10 @@ def test_gradients_equal_torch(fleet: Fleet, family: str, autocast: bool, checkp
         for one in (model, reference):
             one.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
     optimizers = [torch.optim.SGD(one.parameters(), 1e-3) for one in (model, reference)]
-    for _ in range(2):  # the second time, layers that share their input are one product
+    for _ in range(2):  # the second time, layers that share their input are grouped into one product
         ours, theirs = backward(model, autocast), backward(reference, autocast)
         assert abs(ours - theirs) < (2e-2 if autocast else 1e-5)
-        if autocast:  # roundings differ, as sums of groups are not rounded in between; a ReLU may fall to either side
+        if autocast:  # rounding differs, as group sums are not rounded in between; a ReLU may go either way
             assert worst_difference(model, reference, 2) < 0.08
         else:
             assert worst_difference(model, reference) < 1e-4
@@ -99,7 +99,7 @@ def test_gradients_accumulate_and_hooks_see_them_once(fleet: Fleet) -> None:
     assert calls == ["tensor", "accumulated"] * 2
 
 
-def test_immediate_gradients_come_from_autograd_grad(fleet: Fleet) -> None:
+def test_immediate_mode_supports_autograd_grad(fleet: Fleet) -> None:
     reference = make("llama")
     model = distribute(copy.deepcopy(reference), fleet, grain="gemm", immediate=True)
     batch = tokens(0)
@@ -142,7 +142,7 @@ def test_undistribute_restores_classes_and_state(fleet: Fleet) -> None:
 
 
 def test_changed_weights_are_never_stale(fleet: Fleet) -> None:
-    """By an optimizer that leaves no trace, by `.data`, by loading: the next product uses the new numbers."""
+    """Changed by an optimizer that leaves no trace, by `.data` or by loading: the next product uses the new numbers."""
     layer = nn.Linear(48, 40)
     model = distribute(nn.Sequential(layer), fleet, grain="gemm")
     x = torch.randn(8, 48)
@@ -194,7 +194,7 @@ class Scaled(nn.Linear):
         return 2 * super().forward(input)
 
 
-def test_layers_with_a_forward_of_their_own_are_left_alone(fleet: Fleet) -> None:
+def test_layers_with_a_custom_forward_are_left_alone(fleet: Fleet) -> None:
     scaled, plain = Scaled(16, 16), nn.Linear(16, 16)
     model = distribute(nn.Sequential(scaled, plain), fleet, grain="gemm")
     x = torch.randn(4, 16)
@@ -203,7 +203,7 @@ def test_layers_with_a_forward_of_their_own_are_left_alone(fleet: Fleet) -> None
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_distributed_model_can_be_pickled_and_computes_by_itself(fleet: Fleet) -> None:
+def test_a_pickled_distributed_model_computes_locally(fleet: Fleet) -> None:
     model = distribute(make("llama"), fleet, grain="gemm")
     loaded = pickle.loads(pickle.dumps(model))
     before = fleet.cluster.totals().products

@@ -1,4 +1,4 @@
-"""Weights that are updated one by one, while others are still computed: the same training, and nothing sent twice."""
+"""Updating weights one by one, while other gradients are still being computed: same training, nothing sent twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import cleave
 from cleave import Fleet
 
 STEPS = 5
-EPS = 1e-4  # the gradient of a bias of keys is nothing but rounding, which Adam would make as large as any other
+EPS = 1e-4  # the gradient of a key bias is pure rounding, which Adam would scale up to the size of any other
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "adamw": lambda parameters: optim.AdamW(parameters, lr=1e-2, eps=EPS),
     "sgd": lambda parameters: optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True),
@@ -30,7 +30,7 @@ def _two_groups(parameters: list[nn.Parameter]) -> optim.Optimizer:
 
 
 def train(model: nn.Module, optimizer: optim.Optimizer, left: list[int] | None = None) -> list[float]:
-    """Losses; `left` gets the gradients that backward leaves to the optimizer's own step."""
+    """Losses per step; `left` receives the number of gradients backward leaves to the optimizer's own step."""
     schedule = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     losses: list[float] = []
     for step in range(STEPS):
@@ -49,7 +49,7 @@ def train(model: nn.Module, optimizer: optim.Optimizer, left: list[int] | None =
 @pytest.mark.grid(strength=1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2"])
-def test_one_by_one_is_the_same_training(fleet: Fleet, family: str, name: str) -> None:
+def test_updating_weights_one_by_one_trains_the_same(fleet: Fleet, family: str, name: str) -> None:
     plain = make(family)
     expected = train(plain, OPTIMIZERS[name](plain.parameters()))
     model = cleave.distribute(make(family), fleet, grain="resident")
@@ -59,11 +59,11 @@ def test_one_by_one_is_the_same_training(fleet: Fleet, family: str, name: str) -
     assert train(model, optimizer, left) == pytest.approx(expected, abs=1e-4)
     for one, other in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-3)
-    assert min(left) < len(list(model.parameters())) / 2, "most were updated in backward"
+    assert min(left) < len(list(model.parameters())) / 2, "most weights were updated in backward"
     cleave.undistribute(model)
 
 
-def test_what_is_sent_ahead_is_not_sent_again(fleet: Fleet) -> None:
+def test_weights_sent_ahead_are_not_sent_again(fleet: Fleet) -> None:
     def traffic(*, overlapped: bool) -> list[int]:
         model = cleave.distribute(make("llama"), fleet, grain="resident")
         optimizer = OPTIMIZERS["adamw"](model.parameters())
@@ -82,10 +82,10 @@ def test_what_is_sent_ahead_is_not_sent_again(fleet: Fleet) -> None:
 
     usual, ahead = traffic(overlapped=False), traffic(overlapped=True)
     weights = 4 * sum(one.numel() for one in make("llama").parameters())
-    assert sum(ahead) < sum(usual) + 2 * weights, "at most those that were sent for a step that never came"
+    assert sum(ahead) < sum(usual) + 2 * weights, "extra bytes at most for a next step that never came"
 
 
-def test_who_looks_at_all_parameters_steps_as_a_whole(fleet: Fleet) -> None:
+def test_overlap_refuses_an_optimizer_that_needs_all_parameters(fleet: Fleet) -> None:
     model = cleave.distribute(make("llama"), fleet, grain="resident")
     reason = cleave.overlap(model, optim.LBFGS(model.parameters()))
     assert reason is not None
@@ -93,7 +93,7 @@ def test_who_looks_at_all_parameters_steps_as_a_whole(fleet: Fleet) -> None:
     cleave.undistribute(model)
 
 
-def test_a_model_of_gemms_steps_as_a_whole(fleet: Fleet) -> None:
+def test_overlap_refuses_a_model_distributed_by_gemms(fleet: Fleet) -> None:
     model = cleave.distribute(make("llama"), fleet, grain="gemm")
     assert cleave.overlap(model, OPTIMIZERS["adamw"](model.parameters())) == "no stack of it may run on devices"
     cleave.undistribute(model)
@@ -108,7 +108,7 @@ def test_a_device_that_leaves_while_weights_are_updated_costs_nothing(fleet: Fle
     steps = iter(range(10_000))
 
     def part(*_: object) -> None:
-        if next(steps) == 8:  # in the midst of the first backward's updates
+        if next(steps) == 8:  # amid the updates of the first backward
             fleet.cluster.disconnect(fleet.cluster.here()[0].name, "a test", rejoin=True)
 
     hook = optimizer.register_step_post_hook(part)

@@ -1,4 +1,4 @@
-"""The laws of `tests/train/test_stack.py`, over real devices: processes at the other end of sockets."""
+"""The laws of `tests/train/offload/test_decoder.py` over real devices: processes at the other end of sockets."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
-from tests.train.offload.test_decoder import (  # noqa: F401  # those that more than arithmetic could break
+from tests.train.offload.test_decoder import (  # noqa: F401  # tests that more than arithmetic could break
     test_a_base_model_alone_runs_as_a_stack,
-    test_a_retained_graph_may_go_back_twice,
+    test_a_retained_graph_may_run_backward_twice,
     test_autocast_rounds_no_worse_than_torch,
+    test_each_pass_uses_the_weights_of_the_last_step,
     test_each_sequence_may_have_its_own_positions,
     test_evaluation_keeps_its_logits,
     test_frozen_parameters_get_no_gradient,
-    test_generation_writes_the_same_tokens,
+    test_generation_gives_the_same_tokens,
     test_gradients_accumulate_scaled_clipped_and_seen_by_hooks,
     test_micro_batches_in_threads_give_the_same_gradients,
     test_padding_changes_nothing,
-    test_the_loss_and_all_gradients_are_torchs,
-    test_two_batches_may_be_under_way_before_either_goes_back,
-    test_weights_are_as_fresh_as_the_last_step,
+    test_the_loss_and_all_gradients_equal_torchs,
+    test_two_batches_may_be_in_flight_before_either_runs_backward,
     test_without_labels_hidden_states_come_back_and_gradients_go_in,
 )
 
@@ -33,7 +33,7 @@ from cleave.train.offload.resident import Pass
 
 
 class Recorded:
-    """A cluster, and what was asked of it."""
+    """A cluster that records its passes and counts its products."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster

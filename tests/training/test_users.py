@@ -1,4 +1,4 @@
-"""What people train with: Trainer as it is, LoRA through PEFT, models that are no language models, offload auto."""
+"""What people train with: an unmodified Trainer, LoRA through PEFT, models other than language models, offload auto."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class Vision(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["vision", "perceptron"])
-def test_models_that_are_no_language_models_train(fleet: Fleet, kind: str) -> None:
+def test_models_other_than_language_models_train(fleet: Fleet, kind: str) -> None:
     generator = torch.Generator().manual_seed(5)
     images = torch.randn(8, 3, 16, 16, generator=generator)
     labels = torch.randint(0, 10, (8,), generator=generator)

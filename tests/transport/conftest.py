@@ -89,7 +89,7 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     doorman.loop.call_soon_threadsafe(over.set)
     async with asyncio.timeout(SOON_S):
         with contextlib.suppress(ConnectionLost):
-            while True:  # what nobody read; else closing waits for it in vain
+            while True:  # drain unread messages; otherwise closing waits for them in vain
                 await dialled._receive()
     await dialled.close()
 

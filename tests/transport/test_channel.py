@@ -22,7 +22,7 @@ STUCK_S = 0.2
 FLOOD = 100
 """Messages of 1 MB each."""
 ROOM_BYTES = 64 << 20
-"""What both ends and the kernel may hold of a flood that nobody reads: well under the flood, well over any buffer."""
+"""Limit on what both ends and the kernel hold of an unread flood: well under the flood, well over any buffer."""
 
 
 # ------------------------------------------------------------------------------------------------ order, wholeness
@@ -62,7 +62,7 @@ async def test_a_view_of_something_larger_arrives_alone(pair: Pair) -> None:
     assert receiving.result().payload == view
 
 
-async def test_senders_at_once_never_mix_a_header_with_a_foreign_payload(pair: Pair) -> None:
+async def test_concurrent_senders_never_mix_a_header_with_anothers_payload(pair: Pair) -> None:
     near, far = pair
     senders, each = 8, 6
 
@@ -83,7 +83,7 @@ async def test_senders_at_once_never_mix_a_header_with_a_foreign_payload(pair: P
 
     async with asyncio.timeout(SOON_S):
         *_, seen = await asyncio.gather(*(send(sender) for sender in range(senders)), receive())
-    for sender in range(senders):  # each sender's own in order
+    for sender in range(senders):  # each sender's messages stay in order
         assert [number for number in seen if number // each == sender] == [sender * each + i for i in range(each)]
 
 
@@ -122,7 +122,7 @@ async def test_a_receiver_that_does_not_read_makes_the_sender_wait(pair: Pair) -
         await asyncio.wait([sending])
 
 
-async def test_a_sender_that_waited_goes_on_when_the_receiver_reads(pair: Pair) -> None:
+async def test_a_waiting_sender_continues_when_the_receiver_reads(pair: Pair) -> None:
     near, far = pair
     payload = filled(PART_BYTES)
     async with asyncio.timeout(SOON_S):
@@ -144,7 +144,7 @@ async def test_a_waiting_sender_does_not_stop_the_other_direction(pair: Pair) ->
         await asyncio.wait([sending])
 
 
-# ------------------------------------------------------------------------------------------------ how it ends
+# ------------------------------------------------------------------------------------------------ closing
 
 
 async def test_a_close_ends_the_other_sides_receive_with_its_reason(pair: Pair) -> None:
@@ -164,11 +164,11 @@ async def test_a_close_ends_the_other_sides_receive_with_its_reason(pair: Pair) 
 async def send_for_ever(end: End) -> None:
     while True:
         await end.send(Failed(task=1, reason=""))
-        await asyncio.sleep(0)  # sending alone may never let the event loop look at what came
+        await asyncio.sleep(0)  # sending alone may never let the event loop process what arrived
 
 
 async def test_a_close_ends_the_other_sides_sending(pair: Pair) -> None:
-    """Also of one that never receives; a few sends may go to nobody before the news is there."""
+    """Even if that side never receives; a few sends may still succeed before the close is noticed."""
     near, far = pair
     async with asyncio.timeout(SOON_S):
         await near.close()
@@ -176,7 +176,7 @@ async def test_a_close_ends_the_other_sides_sending(pair: Pair) -> None:
             await send_for_ever(far)
 
 
-async def test_what_was_sent_before_the_close_still_arrives(pair: Pair) -> None:
+async def test_messages_sent_before_the_close_still_arrive(pair: Pair) -> None:
     near, far = pair
     payloads = [filled(size) for size in (0, 1000, PART_BYTES + 1)]
     async with asyncio.timeout(SOON_S):
@@ -188,7 +188,7 @@ async def test_what_was_sent_before_the_close_still_arrives(pair: Pair) -> None:
         await closing
 
 
-async def test_a_close_ends_a_sender_that_waits(pair: Pair) -> None:
+async def test_a_close_ends_a_waiting_sender(pair: Pair) -> None:
     near, far = pair
     async with asyncio.timeout(SOON_S):
         sending = asyncio.ensure_future(flood(near, filled(PART_BYTES)))
@@ -210,7 +210,7 @@ async def test_a_closed_end_neither_sends_nor_receives_and_may_be_closed_again(p
 
 
 @pytest.mark.parametrize("reason", ["x" * 500, "Zurück um fünf " * 20, "🔌" * 100])
-async def test_a_reason_of_any_length_and_script_can_be_given(pair: Pair, reason: str) -> None:
+async def test_a_close_reason_may_have_any_length_and_script(pair: Pair, reason: str) -> None:
     near, far = pair
     async with asyncio.timeout(SOON_S):
         closing = asyncio.ensure_future(near.close(reason))
@@ -219,7 +219,7 @@ async def test_a_reason_of_any_length_and_script_can_be_given(pair: Pair, reason
         await closing
 
 
-# ------------------------------------------------------------------------------------------------ what must not come
+# ------------------------------------------------------------------------------------------------ invalid input
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ async def test_a_reason_of_any_length_and_script_can_be_given(pair: Pair, reason
     ],
     ids=["garbage", "nothing", "no-utf-8", "too-large-a-payload", "too-long-a-header"],
 )
-async def test_what_is_no_message_is_a_protocol_error(pair: Pair, data: bytes) -> None:
+async def test_anything_but_a_message_is_a_protocol_error(pair: Pair, data: bytes) -> None:
     near, far = pair
     async with asyncio.timeout(SOON_S):
         await near.send_raw(data)
@@ -241,7 +241,7 @@ async def test_what_is_no_message_is_a_protocol_error(pair: Pair, data: bytes) -
             await far.receive()
 
 
-async def test_a_byte_string_beyond_the_limit_is_never_handed_out(pair: Pair) -> None:
+async def test_a_byte_string_beyond_the_limit_is_never_delivered(pair: Pair) -> None:
     near, far = pair
     async with asyncio.timeout(SOON_S):
         await near.send(Bye(reason="before", rejoin=True))

@@ -1,4 +1,4 @@
-"""Laws of dialing a server: a wrong address and an absent or foreign server are different errors, told in words."""
+"""Laws of dialing a server: a wrong address and an absent or foreign server are different errors, with a reason."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from cleave.transport.websocket import dial
         "ws://127.0.0.1:7077/ws#there",
     ],
 )
-async def test_an_address_that_can_never_work_is_an_input_error(url: str) -> None:
+async def test_an_invalid_address_is_an_input_error(url: str) -> None:
     with pytest.raises(InputError, match=r"expected the address of a server such as ws://192\.168\.1\.20:7077, got"):
         await dial(url)
 
 
-async def test_nobody_there_is_a_lost_connection_with_a_sentence() -> None:
+async def test_an_absent_server_is_a_lost_connection_with_a_one_sentence_reason() -> None:
     async def nothing(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()
 
@@ -55,7 +55,7 @@ async def test_nobody_there_is_a_lost_connection_with_a_sentence() -> None:
     ],
     ids=["200", "404", "101-without-key", "ssh", "binary", "hangs-up"],
 )
-async def test_a_server_that_is_no_cleave_is_a_lost_connection(answer: bytes) -> None:
+async def test_a_server_other_than_cleave_is_a_lost_connection(answer: bytes) -> None:
     async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(answer)

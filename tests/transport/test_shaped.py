@@ -1,6 +1,6 @@
-"""Laws of a shaped link, in virtual time: how long bytes take, who waits for whom, and that the rest is as ever.
+"""Laws of a shaped link, in virtual time: how long bytes take, which messages wait, and that all else is unchanged.
 
-`ours` is the server's end, with the link; `theirs` the device's, which has none of its own and so sees just that link.
+`ours` is the server's end, with the link; `theirs` is the device's, which has none of its own and sees only that link.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LATENCY_S = 0.25
 SLOW = Link(down_bytes_per_s=RATE, up_bytes_per_s=2 * RATE, latency_s=LATENCY_S)
 SLICE_S = (64 << 10) / RATE
 NEARLY = 1e-4
-"""Looks at the clock take a microsecond each (virtual.py)."""
+"""Tolerance in seconds: each reading of the clock takes a microsecond (virtual.py)."""
 SIZES = [0, 1, 1000, PART_BYTES, 2 * PART_BYTES + 3]
 
 
@@ -54,7 +54,7 @@ def now_s() -> float:
 async def crossing(
     sender: Channel, receiver: Channel, payload: bytes, number: int = 0
 ) -> tuple[float, float, Received]:
-    """Send a message: when sending was done, when it was there, and what."""
+    """Send a message; return when sending was done, when it arrived, and what arrived."""
     receiving = asyncio.ensure_future(timed(receiver.receive()))
     _, sent_s = await timed(sender.send(strip(0, payload), payload))
     received, arrived_s = await receiving
@@ -70,7 +70,7 @@ def law(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     run(main(), limit_s=1000)
 
 
-# ------------------------------------------------------------------------------------------------ how long it takes
+# ------------------------------------------------------------------------------------------------ timing
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -91,7 +91,7 @@ def test_a_message_takes_its_bytes_over_the_rate_and_the_latency(way: str, size:
 
 
 @pytest.mark.parametrize("way", ["down", "up"])
-def test_messages_in_a_row_wait_for_the_latency_once(way: str) -> None:
+def test_back_to_back_messages_pay_the_latency_once(way: str) -> None:
     async def main() -> None:
         ours, theirs = shaped_pair()
         sender, receiver, rate = (ours, theirs, RATE) if way == "down" else (theirs, ours, 2 * RATE)
@@ -110,7 +110,7 @@ def test_messages_in_a_row_wait_for_the_latency_once(way: str) -> None:
     law(main)
 
 
-def test_a_link_that_rested_has_nothing_saved_up() -> None:
+def test_an_idle_link_saves_up_no_capacity() -> None:
     async def main() -> None:
         ours, theirs = shaped_pair()
         payload = bytes(100_000)
@@ -123,7 +123,7 @@ def test_a_link_that_rested_has_nothing_saved_up() -> None:
     law(main)
 
 
-def test_both_ways_of_a_link_do_not_wait_for_each_other() -> None:
+def test_the_two_directions_of_a_link_are_independent() -> None:
     async def main() -> None:
         ours, theirs = shaped_pair(Link(down_bytes_per_s=RATE, up_bytes_per_s=RATE))
         payload = bytes(1_000_000)
@@ -133,11 +133,11 @@ def test_both_ways_of_a_link_do_not_wait_for_each_other() -> None:
     law(main)
 
 
-# ------------------------------------------------------------------------------------------------ one medium
+# ------------------------------------------------------------------------------------------------ shared medium
 
 
 @pytest.mark.parametrize("ways", [("down", "down"), ("up", "up"), ("down", "up")])
-def test_two_on_one_medium_take_as_long_as_one_with_both(ways: tuple[str, str]) -> None:
+def test_two_messages_on_one_medium_take_as_long_as_their_sum(ways: tuple[str, str]) -> None:
     async def main() -> None:
         wrap = shaping(Link(medium_bytes_per_s=RATE, latency_s=LATENCY_S))
         payload = bytes(3_000_000)
@@ -154,7 +154,7 @@ def test_two_on_one_medium_take_as_long_as_one_with_both(ways: tuple[str, str]) 
     law(main)
 
 
-def test_a_large_message_does_not_make_a_small_one_of_another_wait() -> None:
+def test_a_small_message_does_not_wait_for_another_links_large_one() -> None:
     async def main() -> None:
         medium = Medium(RATE)
         channels = [shaped_pair(Link(), medium) for _ in range(4)]
@@ -178,11 +178,11 @@ def test_a_slow_link_leaves_the_medium_to_others() -> None:
     law(main)
 
 
-# ------------------------------------------------------------------------------------------------ what is measured
+# ------------------------------------------------------------------------------------------------ measurements
 
 
 @pytest.mark.parametrize("late_s", [0.0, 5.0])
-def test_a_late_reader_measures_the_link_all_the_same(late_s: float) -> None:
+def test_a_late_reader_still_measures_the_links_own_time(late_s: float) -> None:
     async def main() -> None:
         ours, theirs = shaped_pair()
         payload = bytes(1_000_000)
@@ -203,8 +203,8 @@ def test_a_late_reader_measures_the_link_all_the_same(late_s: float) -> None:
     ],
     ids=["own", "medium"],
 )
-def test_the_rates_a_server_measures_are_the_links(link: Link, down: float, up: float, least: float) -> None:
-    """At work as when probed; on a medium, operands and results have at least half of it each."""
+def test_a_server_measures_the_rates_of_the_link(link: Link, down: float, up: float, least: float) -> None:
+    """At work as well as when probed; on a shared medium, operands and results get at least half each."""
 
     async def main() -> None:
         world = Shapely(link)
@@ -222,8 +222,8 @@ def test_the_rates_a_server_measures_are_the_links(link: Link, down: float, up: 
     law(main)
 
 
-def test_a_fleet_gives_its_devices_the_links_it_is_told() -> None:
-    """Real ones can only be slower than that; without a link these would be a hundred times as fast."""
+def test_a_fleet_gives_its_devices_the_links_it_is_given() -> None:
+    """The real network can only be slower; without a link it would be a hundred times as fast."""
     with Fleet.local(1, links=Link(up_bytes_per_s=4e6, medium_bytes_per_s=8e6, latency_s=0.01)) as fleet:
         (member,) = fleet.cluster.here()
         assert fleet.medium_bytes_per_s == 8e6
@@ -247,7 +247,7 @@ class Shapely(World):
         return theirs
 
 
-def test_bytes_count_when_they_have_moved_and_silence_when_they_have_not() -> None:
+def test_bytes_count_as_they_move_and_silence_counts_once_they_stop() -> None:
     async def main() -> None:
         ours, theirs = shaped_pair()
         payload = bytes(4_000_000)
@@ -264,10 +264,10 @@ def test_bytes_count_when_they_have_moved_and_silence_when_they_have_not() -> No
     law(main)
 
 
-# ------------------------------------------------------------------------------------------------ as ever
+# ------------------------------------------------------------------------------------------------ channel contract
 
 
-def test_messages_of_many_senders_and_sizes_keep_their_order() -> None:
+def test_messages_from_many_senders_of_many_sizes_keep_their_order() -> None:
     async def main() -> None:
         rng = random.Random(1)
         medium = Medium(3 * RATE)
@@ -292,7 +292,7 @@ def test_messages_of_many_senders_and_sizes_keep_their_order() -> None:
 
 
 @pytest.mark.parametrize("way", ["down", "up"])
-def test_who_does_not_read_makes_the_sender_wait(way: str) -> None:
+def test_a_peer_that_does_not_read_makes_the_sender_wait(way: str) -> None:
     async def main() -> None:
         ours, theirs = shaped_pair(Link())
         sender, receiver = (ours, theirs) if way == "down" else (theirs, ours)
@@ -317,7 +317,7 @@ def test_who_does_not_read_makes_the_sender_wait(way: str) -> None:
 
 @pytest.mark.parametrize("listens", [True, False])
 @pytest.mark.parametrize("who", ["ours", "theirs"])
-def test_a_close_ends_at_once_who_waits(who: str, listens: bool) -> None:
+def test_a_close_ends_waiting_senders_and_receivers_at_once(who: str, listens: bool) -> None:
     async def main() -> None:
         ours, theirs = shaped_pair()
         payload = bytes(60_000_000)
@@ -337,7 +337,7 @@ def test_a_close_ends_at_once_who_waits(who: str, listens: bool) -> None:
     law(main)
 
 
-def test_what_has_left_before_a_close_still_arrives() -> None:
+def test_bytes_that_left_before_a_close_still_arrive() -> None:
     async def main() -> None:
         ours, theirs = shaped_pair()
         payload = bytes(100_000)
@@ -351,7 +351,7 @@ def test_what_has_left_before_a_close_still_arrives() -> None:
     law(main)
 
 
-def test_a_close_does_not_wait_for_who_reads_nothing() -> None:
+def test_a_close_does_not_wait_for_a_peer_that_does_not_read() -> None:
     async def main() -> None:
         ours, _ = shaped_pair(Link(latency_s=LATENCY_S))
         flooding = asyncio.ensure_future(asyncio.wait_for(_flood(ours), 10.0))
@@ -405,7 +405,7 @@ def test_a_cancelled_send_ends_on_time_and_the_link_is_free() -> None:
     law(main)
 
 
-def test_a_guarded_end_stays_guarded_until_more_is_allowed() -> None:
+def test_a_guarded_end_refuses_payloads_until_they_are_allowed() -> None:
     async def main() -> None:
         for allowed in (None, 1000):
             inner, theirs = memory_pair(guarded=True)
@@ -432,6 +432,6 @@ def test_a_guarded_end_stays_guarded_until_more_is_allowed() -> None:
         {"latency_s": math.inf},
     ],
 )
-def test_a_link_that_cannot_be_is_an_input_error(wrong: dict[str, float]) -> None:
+def test_an_impossible_link_is_an_input_error(wrong: dict[str, float]) -> None:
     with pytest.raises(InputError, match="expected rates above 0"):
         Link(**wrong)

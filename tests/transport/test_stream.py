@@ -1,4 +1,4 @@
-"""Laws of a server's end of a WebSocket: a stranger costs it little, and ends the connection by misbehaving."""
+"""Laws of a server's end of a WebSocket: a stranger costs it little, and is disconnected for misbehaving."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cleave.transport.websocket import WebSocketChannel
 
 
 class Wire(asyncio.Transport):
-    """A transport of no network: keeps what is written, and takes of it only when told."""
+    """A transport without a network: keeps what is written, and sends only when told to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -52,14 +52,14 @@ class Wire(asyncio.Transport):
 
 @pytest.fixture
 async def server() -> tuple[Stream, Wire]:
-    """A server's end, which has to expect anything."""
+    """A server's end, which must expect anything."""
     stream, wire = Stream(is_client=False), Wire()
     stream.connection_made(wire)
     return stream, wire
 
 
 def feed(stream: Stream, data: bytes) -> None:
-    """As the network does: as much at a time as there is room for."""
+    """Feed bytes as the network does: as many at a time as there is room for."""
     view = memoryview(data)
     while view and stream._lost is None:
         room = stream.get_buffer(-1)
@@ -70,7 +70,7 @@ def feed(stream: Stream, data: bytes) -> None:
 
 
 def frame(first: int, data: bytes = b"", announced: int | None = None) -> bytes:
-    """A frame of a client, masked with zeros."""
+    """A client's frame, masked with zeros."""
     length = len(data) if announced is None else announced
     short = length if length < 126 else 126 if length < 1 << 16 else 127
     wide = {126: 2, 127: 8}.get(short, 0)
@@ -87,7 +87,7 @@ MESSAGE, FRAGMENT, MORE, LAST, PING, PONG = 0x82, 0x02, 0x00, 0x80, 0x89, 0x8A
 
 
 @pytest.mark.parametrize("kind", ["memory", "websocket"])
-async def test_a_guarded_end_takes_headers_alone_until_more_is_allowed(kind: str) -> None:
+async def test_a_guarded_end_takes_only_headers_until_more_is_allowed(kind: str) -> None:
     payload = filled(1000)
     messages_of = [messages.encode(strip(0, b"")), messages.encode(strip(1, payload)), payload]
 
@@ -119,7 +119,7 @@ async def test_a_guarded_end_takes_headers_alone_until_more_is_allowed(kind: str
 @pytest.mark.parametrize(
     ("allowed", "most"), [(None, HEADER_BYTES), (1000, HEADER_BYTES), (1 << 20, 1 << 20), (1 << 30, MESSAGE_BYTES)]
 )
-async def test_a_message_that_is_too_long_is_refused_before_there_is_room_for_it(
+async def test_a_message_that_is_too_long_is_refused_before_memory_is_reserved(
     server: tuple[Stream, Wire], allowed: int | None, most: int
 ) -> None:
     stream, wire = server
@@ -136,7 +136,7 @@ async def test_a_message_that_is_too_long_is_refused_before_there_is_room_for_it
         await stream.receive()
 
 
-async def test_fragments_are_joined_and_together_no_longer_than_a_message(server: tuple[Stream, Wire]) -> None:
+async def test_fragments_are_joined_up_to_the_message_limit(server: tuple[Stream, Wire]) -> None:
     stream, wire = server
     feed(stream, frame(FRAGMENT, b"one ") + frame(PING, b"?") + frame(MORE, b"and ") + frame(LAST, b"all"))
     assert await stream.receive() == b"one and all"
@@ -151,11 +151,9 @@ async def test_fragments_are_joined_and_together_no_longer_than_a_message(server
     [frame(PING, b"?"), frame(PONG), frame(PING, bytes(125))],
     ids=["pings", "pongs", "long-pings"],
 )
-async def test_a_flood_of_frames_that_say_nothing_ends_the_connection(
-    server: tuple[Stream, Wire], flood: bytes
-) -> None:
+async def test_a_flood_of_control_frames_ends_the_connection(server: tuple[Stream, Wire], flood: bytes) -> None:
     stream, wire = server
-    for _ in range(3):  # as many as are allowed, again and again, with a word in between
+    for _ in range(3):  # as many as allowed, repeatedly, with a message in between
         feed(stream, flood * (IDLE_FRAMES - 1) + frame(MESSAGE, b"a word"))
     assert not wire.over
     feed(stream, flood * (IDLE_FRAMES + 1))
@@ -176,7 +174,7 @@ async def test_pings_at_their_usual_pace_never_end_a_connection(server: tuple[St
     assert not wire.over
 
 
-async def test_answers_to_pings_do_not_pile_up_for_who_does_not_read(server: tuple[Stream, Wire]) -> None:
+async def test_pongs_do_not_pile_up_for_a_peer_that_does_not_read(server: tuple[Stream, Wire]) -> None:
     stream, wire = server
     stream.pause_writing()
     feed(stream, frame(PING, bytes(125)) * 1000)
@@ -211,7 +209,7 @@ async def test_answers_to_pings_do_not_pile_up_for_who_does_not_read(server: tup
         "unmasked",
     ],
 )
-async def test_what_is_no_frame_of_a_client_ends_the_connection(server: tuple[Stream, Wire], data: bytes) -> None:
+async def test_an_invalid_client_frame_ends_the_connection(server: tuple[Stream, Wire], data: bytes) -> None:
     stream, wire = server
     feed(stream, data)
     assert close_code(wire) == 1002
@@ -233,7 +231,7 @@ async def test_countless_tiny_messages_make_their_sender_wait(server: tuple[Stre
 
 
 @pytest.mark.parametrize("side", ["writer", "reader"])
-async def test_who_only_trickles_is_let_go_and_who_is_merely_slow_is_not(
+async def test_a_trickling_peer_is_disconnected_and_a_merely_slow_one_is_not(
     server: tuple[Stream, Wire], side: str
 ) -> None:
     stream, wire = server
@@ -242,7 +240,7 @@ async def test_who_only_trickles_is_let_go_and_who_is_merely_slow_is_not(
         if side == "writer":
             feed(stream, bytes(size))
         else:
-            feed(stream, frame(PING))  # it talks, but does not take what is for it
+            feed(stream, frame(PING))  # it sends, but does not read
             wire.unsent_bytes -= size
 
     if side == "writer":
@@ -264,7 +262,7 @@ async def test_who_only_trickles_is_let_go_and_who_is_merely_slow_is_not(
         await stream.receive()
 
 
-async def test_silence_is_counted_from_the_last_byte_that_came_or_was_taken(
+async def test_silence_is_counted_from_the_last_byte_received_or_accepted(
     server: tuple[Stream, Wire], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stream, wire = server
@@ -277,7 +275,7 @@ async def test_silence_is_counted_from_the_last_byte_that_came_or_was_taken(
     assert channel.silent_s == 0
     now[0] += 5
     await stream.send(b"into the kernel")
-    assert channel.silent_s == 5  # nobody took it yet
+    assert channel.silent_s == 5  # not accepted yet
     await stream.send(bytes(1000))
     wire.unsent_bytes = 1000
     assert channel.silent_s == 5
@@ -290,10 +288,10 @@ async def test_silence_is_counted_from_the_last_byte_that_came_or_was_taken(
         feed(stream, frame(MESSAGE, bytes(HEADER_BYTES - 1)) * 50)
     assert wire.paused
     now[0] += 100
-    assert channel.silent_s == 0  # it is we who do not listen
+    assert channel.silent_s == 0  # we are the ones not reading
 
 
-async def test_a_channel_within_a_process_counts_silence_from_the_last_word() -> None:
+async def test_an_in_process_channel_counts_silence_from_the_last_message() -> None:
     near, far = memory_pair()
     assert far.address == ""
     assert far.silent_s == 0

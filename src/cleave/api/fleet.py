@@ -101,7 +101,7 @@ class Fleet:
         self._service.start()
         self.cluster = self._service.cluster
         if keys.is_open and self.is_reachable:
-            self.say("anyone who reaches this server may join it, and sees what devices see; give it a token")
+            self.say("anyone who can reach this server may join it and see what devices see; set a token")
 
     @classmethod
     def serve(
@@ -191,7 +191,7 @@ class Fleet:
         if count < 1:
             raise InputError(f"expected at least 1 device, got {count}")
         started: list[int] = []
-        if not self.is_reachable:  # all devices are here
+        if not self.is_reachable:  # all devices are on this machine
             self.cluster.planning.share_cores((os.cpu_count() or 1) / threads)
         lent = self._keys.lend()
         for _ in range(count):

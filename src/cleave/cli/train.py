@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cleave.api.fleet import Fleet
     from cleave.config import TrainConfig
     from cleave.core.schedule.members import Member
-    from cleave.events import AnyEvent, EventLog, Listener
+    from cleave.events import AnyEvent, EventLog
     from cleave.server.admission.tokens import Keys
     from cleave.train.loop import Traffic
 
@@ -97,7 +97,6 @@ def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: 
     from rich.console import Console
 
     from cleave.report import train_summary
-    from cleave.report.train_screen import TrainView
 
     directory = _run_directory(run_file, overrides, resume=resume)
     config = _config(run_file, overrides, directory, resume=resume)
@@ -106,10 +105,8 @@ def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: 
     except ImportError as fault:
         raise InputError(f"training needs {fault.name}, which is not installed; pip install 'cleave[train]'") from None
     run = _TrainingRun(config, directory, resume=resume)
-    view = TrainView(Console(stderr=True, highlight=False), run.devices)
-    run.show = view
     try:
-        with view:
+        with run.view:
             summary = loop.run(
                 config, directory, wrap=run.wrap, observe=run.observe, traffic=run.traffic, resume=resume
             )
@@ -125,9 +122,13 @@ class _TrainingRun:
     """A run's fleet and event log, opened and closed with it."""
 
     def __init__(self, config: TrainConfig, directory: Path, *, resume: bool) -> None:
+        from rich.console import Console
+
+        from cleave.report.train_screen import TrainView
+
         self._config, self._directory, self._resume = config, directory, resume
         self.fleet: Fleet | None = None
-        self.show: Listener = lambda event: None
+        self.view = TrainView(Console(stderr=True, highlight=False), self.devices)
         self.finished = False
         self._log: EventLog | None = None
         self._pending: list[AnyEvent] = []
@@ -147,7 +148,7 @@ class _TrainingRun:
                 self._pending.append(event)
             else:
                 self._log(event)
-            self.show(event)
+            self.view(event)
             if isinstance(event, StepDone):
                 self._steps += 1
                 if self._steps == 1 and self.fleet and not self.fleet.cluster.totals().products:
@@ -177,7 +178,7 @@ class _TrainingRun:
         suffix = " with their token" if not keys.is_open else ""
         self.observe(Note(text=f"devices join at {self.fleet.public_url}{suffix}"))
         with self._lock:  # to the screen only, as it contains the token
-            self.show(Note(text=f"devices join with: {self.fleet.join_command}"))
+            self.view(Note(text=f"devices join with: {self.fleet.join_command}"))
         if not keys.is_open and self.fleet.is_reachable and self.fleet.public_url.startswith("ws:"):
             self.observe(Note(text=_UNENCRYPTED))
         if config.devices:

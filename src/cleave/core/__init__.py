@@ -1,4 +1,4 @@
-"""The pure core: what a step multiplies, what a device can do, what a block costs, how to cut.
+"""The pure core: what a step consists of, what it costs, how to plan, schedule and verify it.
 
-Nothing here knows files, sockets, clocks, threads, torch or a global random state.
+Nothing here knows files, sockets, clocks, threads, torch or global random state.
 """

@@ -87,16 +87,16 @@ async def serve(
             finally:
                 await channel.close()
             if not goodbye.rejoin:
-                say(f"the server says goodbye: {goodbye.reason}")
+                say(f"the server dismissed this device: {goodbye.reason}")
                 return
-            say(f"the server ends this stay: {goodbye.reason}; joining again in {pause_s:.1f} s")
+            say(f"the server closed the connection: {goodbye.reason}; rejoining in {pause_s:.1f} s")
         except (InputError, Refusal):
             raise
         except ConnectionLost as fault:
             if not was_reached and time.monotonic() + pause_s > give_up_at:
                 raise
-            say(f"{fault}; trying again in {pause_s:.1f} s")
+            say(f"{fault}; retrying in {pause_s:.1f} s")
         except CleaveError as fault:
-            say(f"{fault}; joining anew in {pause_s:.1f} s")
+            say(f"{fault}; rejoining in {pause_s:.1f} s")
         await asyncio.sleep(pause_s * random.uniform(0.8, 1.2))
         pause_s = min(2 * pause_s, _MAX_PAUSE_S)

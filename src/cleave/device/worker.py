@@ -118,7 +118,7 @@ class Worker:
             case messages.Bye(reason=reason):
                 raise ConnectionLost(reason)
             case other:
-                raise ProtocolError(f"expected welcome or refused, got {type(other).__name__.lower()}")
+                raise ProtocolError(f"expected welcome or refused, got {other.type_name()}")
 
     async def run(self) -> messages.Bye:
         thread = ThreadPoolExecutor(1, "compute")
@@ -185,7 +185,7 @@ class Worker:
             case messages.Bye():
                 return message
             case _:
-                raise ProtocolError(f"a server does not send {type(message).__name__.lower()} here")
+                raise ProtocolError(f"a server does not send {message.type_name()} here")
         return None
 
     async def _compute(self, thread: ThreadPoolExecutor) -> messages.Bye | None:

@@ -1,7 +1,7 @@
 """The fact tables, as package data: device models, links, carbon, model shapes, each row with its source.
 
 Reads tables without knowing what columns mean: `core.fleet.sampling` and others get rows as parameters, because the
-core opens no files. README.md beside the tables lists the origin of each and the assumptions made.
+core opens no files. README.md next to the tables lists the origin of each and the assumptions made.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Framing of messages on a channel, a header and then its payload in parts, with the limits of each.
+"""Framing of messages on a channel: a header, then its payload in parts, with a size limit for each.
 
 A channel carries byte strings (WebSocket messages). A header is one of them. If it announces a payload, the next ones
 are that payload, in order, each at most PART_BYTES, with nothing in between. Payloads are never copied to be sent: the

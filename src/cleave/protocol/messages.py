@@ -24,6 +24,11 @@ CHECKED_COLUMNS = 128
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag=str.lower, forbid_unknown_fields=False):
     payload: int = 0
 
+    @classmethod
+    def type_name(cls) -> str:
+        """The message's `type` on the wire."""
+        return str(cls.__struct_config__.tag)
+
 
 # ------------------------------------------------------------------------------------------------ device to server
 
@@ -42,7 +47,7 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Probed(Message, frozen=True, kw_only=True):
-    """Answer a `Probe`: how long its payload took to arrive, with a payload of the requested size."""
+    """Answer a `Probe`: report how long its payload took to arrive, and return as many bytes as requested."""
 
     down_s: float
 
@@ -65,7 +70,7 @@ class Result(Message, frozen=True, kw_only=True):
 
 
 class Failed(Message, frozen=True, kw_only=True):
-    """Report a task the device could not run. The device stays; the task is reassigned."""
+    """Report a task the device could not run. The device stays connected; the task is reassigned."""
 
     task: int
     reason: str
@@ -94,7 +99,7 @@ class Refused(Message, frozen=True, kw_only=True):
 
 
 class Probe(Message, frozen=True, kw_only=True):
-    """Measure the link: the payload goes down, and `answer` bytes are to come back."""
+    """Measure the link: send a payload down and request `answer` bytes back."""
 
     answer: int
 

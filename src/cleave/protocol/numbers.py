@@ -1,4 +1,4 @@
-"""Matrices as bytes and back: fp32, bf16, fp16 and int8, little endian, row by row.
+"""Encode matrices as bytes and decode them: fp32, bf16, fp16 and int8, little endian, row by row.
 
 int8 has one scale per row, its largest magnitude / 127: the fp32 scales of all rows come first, then the numbers.
 Encoding rounds to nearest, ties to even. Callers with a faster implementation (torch) pass their own `Codec`, with

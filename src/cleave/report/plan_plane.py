@@ -21,7 +21,7 @@ from cleave.core.plan.step import StepChoice
 from cleave.report.plan_words import limit_text
 from cleave.report.quantities import seconds, si
 
-_PART_COLOURS = {"activations": "#4c78a8", "synchronisation": "#f58518", "fill": "#bbbbbb"}
+_PART_COLOURS = {"activations": "#4c78a8", "synchronization": "#f58518", "fill": "#bbbbbb"}
 _CHOSEN, _OTHER = "#4c78a8", "#cccccc"
 _SHADES = (0.0, 0.28, 0.14)
 _TICKS = 12
@@ -68,11 +68,11 @@ def _draw_plane(axes: Axes, plan: ModelPlan, profiles: Profiles, colours: dict[s
     axes.set_xticks(offsets[2 * layers], [*names, "head"], fontsize=8)
     axes.set_xlim(0, float(offsets[-1]))
     axes.set_ylim(plan.tokens, 0)
-    axes.set_xlabel(f"parameters ({si(float(offsets[-1]), '')} resident); black: where a stage ends")
+    axes.set_xlabel(f"parameters ({si(float(offsets[-1]), '')} resident); black: stage boundaries")
     axes.set_ylabel(f"tokens ({plan.tokens:,})")
     used = len({unit.device for unit in units})
     axes.set_title(
-        f"one rectangle a device ({used:,} of {len(profiles):,}): the tokens it takes through the parameters it holds",
+        f"one rectangle per device ({used:,} of {len(profiles):,}): its tokens x the parameters it holds",
         fontsize=10,
     )
     present = {classes[unit.device] for unit in units}
@@ -81,7 +81,7 @@ def _draw_plane(axes: Axes, plan: ModelPlan, profiles: Profiles, colours: dict[s
 
 
 def _draw_parts(axes: Axes, plan: ModelPlan) -> None:
-    parts = {"activations": plan.activation_s, "synchronisation": plan.synchronisation_s, "fill": plan.fill_s}
+    parts = {"activations": plan.activation_s, "synchronization": plan.synchronisation_s, "fill": plan.fill_s}
     start = 0.0
     for name, part_s in parts.items():
         axes.barh([0], [part_s], left=start, color=_PART_COLOURS[name], label=f"{name} {seconds(part_s)}")
@@ -89,7 +89,7 @@ def _draw_parts(axes: Axes, plan: ModelPlan) -> None:
     axes.axvline(plan.bound_s, color="black", linestyle=":", label=f"lower bound {seconds(plan.bound_s)}")
     axes.set_yticks([])
     axes.set_ylim(-0.6, 0.6)
-    axes.set_xlabel("seconds of a step")
+    axes.set_xlabel("seconds per step")
     axes.set_title(f"where the step's time goes; limited by {limit_text(plan.limit)}", fontsize=10)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28), ncols=2, fontsize=8, frameon=False)
 
@@ -106,8 +106,8 @@ def _draw_alternatives(axes: Axes, choice: StepChoice) -> None:
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlim(min(times_s) * 0.5, max(times_s) * 2)
-    axes.set_xlabel("seconds of a step (logarithmic)")
+    axes.set_xlabel("seconds per step (logarithmic)")
     missing = [alternative.name for alternative in choice.rivals if not alternative.fits]
     axes.set_title(
-        "beside every other way" + (f" (does not fit: {', '.join(missing)})" if missing else ""), fontsize=10
+        "compared with every alternative" + (f" (do not fit: {', '.join(missing)})" if missing else ""), fontsize=10
     )

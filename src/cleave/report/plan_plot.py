@@ -2,7 +2,7 @@
 
 A 3D plan is shown as the cross-section through the middle of its inner dimension, where blocks also cover the output
 exactly once. In a timeline the download starts at zero; compute and upload are drawn as solid bars that end when the
-block is returned, although in fact they are spread out behind the download.
+block is returned, although in reality they overlap with the download.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _draw_shares(axes: Axes, segments: tuple[PlannedGemm, ...]) -> None:
         axes.barh(names, role_s, left=left, color=_ROLE_COLOURS[role], label=role)
         left += role_s
     axes.invert_yaxis()
-    axes.set_xlabel("seconds of a step")
+    axes.set_xlabel("seconds per step")
     axes.set_title("where the step's time goes", fontsize=10)
     axes.legend(fontsize=8)
 

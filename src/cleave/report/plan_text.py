@@ -1,4 +1,4 @@
-"""`cleave plan` as text: times, distance from the lower bound, bottlenecks, and which devices are left out and why."""
+"""`cleave plan` as text: times, distance from the lower bound, bottlenecks, and why devices are left out."""
 
 from __future__ import annotations
 
@@ -58,8 +58,8 @@ def _show_step(plan: StepPlan, profiles: Profiles, server: Server, gpu: CloudGpu
         console.print(f"attention products on the server: {seconds(plan.attention_s)} of it")
     else:
         console.print(
-            f"attention products stay on the server and are not in this time: {si(plan.attention_flops, 'FLOP')} "
-            "a step (give --server-tflops to count them)"
+            f"attention products stay on the server and are not included: {si(plan.attention_flops, 'FLOP')} "
+            "a step (give --server-tflops to include them)"
         )
     down, up = np.zeros(len(profiles) + 1), np.zeros(len(profiles) + 1)
     for segment in plan.segments:

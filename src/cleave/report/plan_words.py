@@ -42,14 +42,14 @@ def say(line: str) -> None:
 def print_gpu(console: Console, flops: int, taken_s: float, gpu: CloudGpu, params: int | None) -> None:
     gpu_s = flops / gpu.flops_per_s
     line = (
-        f"one {gpu.name} beside it: {seconds(gpu_s)} ({taken_s / gpu_s:.3g} x as long here), taking "
+        f"compared with one {gpu.name}: {seconds(gpu_s)} (this fleet takes {taken_s / gpu_s:.3g} x as long), for "
         f"{si(flops, 'FLOP')} at {gpu.utilisation:.0%} of {si(gpu.peak_flops_per_s, 'FLOP/s')}"
     )
     if params is not None and params * _TRAINING_BYTES_PER_PARAM > _GPU_MEMORY_BYTES:
         cards = -(-params * _TRAINING_BYTES_PER_PARAM // int(_GPU_MEMORY_BYTES))
         line += (
-            f"; its 80 GB do not hold the {si(params * _TRAINING_BYTES_PER_PARAM, 'B')} of training state "
-            f"({_TRAINING_BYTES_PER_PARAM} B a parameter: {cards} cards would)"
+            f"; its 80 GB cannot hold the {si(params * _TRAINING_BYTES_PER_PARAM, 'B')} of training state "
+            f"({_TRAINING_BYTES_PER_PARAM} B per parameter: {cards} cards could)"
         )
     console.print(line)
 

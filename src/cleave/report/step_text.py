@@ -44,7 +44,7 @@ def show_choice(choice: StepChoice, profiles: Profiles, server: Server, gpu: Clo
 
 
 def _show_plane(console: Console, plan: ModelPlan, profiles: Profiles) -> None:
-    """Tokens down, parameters across; a letter for each class of devices, upper and lower case in turn."""
+    """Print the plane, tokens down, parameters across: a letter per device class, alternating in case."""
     units = tiles(plan)
     params = sum(sublayer.params for sublayer in sublayers_of(plan.shape))
     width = min(_WIDTH, max(console.width - 2, 20))
@@ -69,11 +69,11 @@ def _show_plane(console: Console, plan: ModelPlan, profiles: Profiles) -> None:
             line += f"[{colour}]{letter.upper() if turns[hits[0]] % 2 else letter}[/]"
         console.print(line, soft_wrap=True)
     legend = ", ".join(f"[{colour}]{letter}[/] {kind or 'device'}" for kind, (letter, colour) in letters.items())
-    console.print(f"tokens down, parameters across, one patch of equal letters a device: {legend}")
+    console.print(f"tokens down, parameters across, one patch of equal letters per device: {legend}")
 
 
 def _letters(profiles: Profiles) -> dict[str, tuple[str, str]]:
-    """A letter and a colour for each class: its first letter that is still free."""
+    """A letter and a color per class: its first letter that is still free."""
     found: dict[str, tuple[str, str]] = {}
     for kind in dict.fromkeys(profiles.device_class):
         taken = {letter for letter, _ in found.values()}
@@ -91,7 +91,7 @@ def _show_columns(console: Console, plan: ModelPlan, profiles: Profiles) -> None
         + (f", {len(plan.rounds)} rounds, as memory cannot hold the model at once" if len(plan.rounds) > 1 else "")
     )
     console.print(
-        f"activations {seconds(plan.activation_s)}, synchronisation {seconds(plan.synchronisation_s)}, fill "
+        f"activations {seconds(plan.activation_s)}, synchronization {seconds(plan.synchronisation_s)}, fill "
         f"{seconds(plan.fill_s)}; limited by {limit_text(plan.limit)}; through the server: down "
         f"{si(plan.down_bytes, 'B')}, up {si(plan.up_bytes, 'B')}"
     )
@@ -102,7 +102,7 @@ def _show_columns(console: Console, plan: ModelPlan, profiles: Profiles) -> None
     else:
         console.print("every device takes part")
     worth = "; ".join(f"{kind} {seconds(saved)}" for kind, saved in worth_of_one_more(plan, profiles).items())
-    console.print(f"one more device of a kind would save about: {worth}")
+    console.print(f"one more device would save about: {worth}")
 
 
 def _show_rivals(console: Console, choice: StepChoice) -> None:
@@ -117,4 +117,4 @@ def _show_rivals(console: Console, choice: StepChoice) -> None:
         )
     console.print(rows)
     if choice.arrangement != COLUMNS and choice.plan is None:
-        console.print("that arrangement has no units of its own here: its time is an estimate in its favour")
+        console.print("that arrangement is not planned unit by unit: its time is an optimistic estimate")

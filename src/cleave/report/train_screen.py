@@ -83,7 +83,7 @@ class TrainView:
     # -------------------------------------------------------------------------------------------- events
 
     def _update(self, event: events.AnyEvent) -> str | None:
-        """Take in an event and return the line to show for it, if any."""
+        """Update the view with an event and return the line to show for it, if any."""
         match event:
             case events.RunStarted():
                 self._started = event
@@ -103,19 +103,19 @@ class TrainView:
                 speed, memory = si(event.flops_per_s, "FLOP/s"), si(event.memory_bytes, "B")
                 return f"{event.device} joined: {speed}, {down} down, {up} up, {memory}"
             case events.DeviceLeft():
-                lost = f"; {event.lost_tasks} tasks go to others" if event.lost_tasks else ""
+                lost = f"; reassigning {event.lost_tasks} tasks" if event.lost_tasks else ""
                 return f"{event.device} left: {event.reason}{lost}"
             case events.DeviceLate():
-                return f"{event.device} is late; others do its work too"
+                return f"{event.device} is late; its work is hedged on other devices"
             case events.DeviceIdle():
                 return f"{event.device} has no work: {event.reason}"
             case events.Audited():
-                return None if event.is_right else f"{event.device} was found wrong when its work was computed again"
+                return None if event.is_right else f"{event.device} failed an audit: its work was wrong"
             case events.ResultRefused():
-                return f"{event.device} returned a wrong result, which is done again: {event.reason}"
+                return f"{event.device} returned a wrong result, which is recomputed: {event.reason}"
             case events.Recovered():
                 blocks = f"{event.blocks} block{'s' if event.blocks > 1 else ''}"
-                return f"{blocks} that {event.device} left unfinished came from others within {event.seconds:.2f} s"
+                return f"other devices finished {blocks} of {event.device} in {event.seconds:.2f} s"
             case events.Paused():
                 return f"paused: {event.reason}"
             case events.Note():

@@ -75,21 +75,21 @@ def show(
         console.print(curve(losses, 60))
     if summary.sample:
         written = Text(summary.prompt, style="dim") + Text(summary.sample)
-        console.print(Panel(written, title="what the model writes", title_align="left"))
+        console.print(Panel(written, title="text sample", title_align="left"))
     if devices:
         console.print(device_table(devices))
     if summary.exported is not None:
         console.print(f"model: {summary.exported} (AutoModelForCausalLM.from_pretrained loads it)", soft_wrap=True)
     if summary.reason != "done":
         again = f"cleave train --resume --out {directory}"
-        console.print(f"{summary.reason} after step {summary.step}; go on with: {again}", soft_wrap=True)
+        console.print(f"{summary.reason} after step {summary.step}; resume with: {again}", soft_wrap=True)
     if fleet is not None and summary.reason == "done":
         if fleet.is_reachable:
-            console.print(f"to lend another machine next time: {fleet.join_command}", soft_wrap=True)
+            console.print(f"to add another machine next time, run there: {fleet.join_command}", soft_wrap=True)
         else:
             console.print(
-                "to lend other machines, start with: cleave train --listen 0.0.0.0:7077 --tls\n"
-                "and type there the cleave join command it prints",
+                "to add other machines, start with: cleave train --listen 0.0.0.0:7077 --tls\n"
+                "and run the cleave join command it prints on them",
                 soft_wrap=True,
             )
 

@@ -1,1 +1,1 @@
-"""The server's side of a fleet: who is there, what goes to whom, what came back. Knows no torch and no training."""
+"""The server side of a fleet: admission, scheduling, transfer and verification. Knows neither torch nor training."""

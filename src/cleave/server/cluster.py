@@ -1,7 +1,7 @@
 """The fleet as training sees it: tensors, products and passes, from any thread.
 
-Callers submit and wait on futures; everything else happens in the server's event loop (`driver.py`), where one engine
-decides. This module only connects them, and says how things stand.
+Callers submit work and wait on futures; everything else happens in the server's event loop (`driver.py`), where one
+engine decides. This module only connects the two and reports totals.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """What has happened so far, over all devices, departed ones included."""
+    """Totals so far over all devices, including departed ones."""
 
     devices: int
     down_bytes: int
@@ -88,7 +88,7 @@ class Cluster:
         replay: Replay | None = None,
         audit_rng: np.random.Generator | None = None,
     ) -> None:
-        """`replay` makes audits possible, as `trust` says."""
+        """Audits follow `trust` and need `replay`."""
         self.wire: WireFormat = wire
         self.loop = loop
         self._codec, self._replay = codec or NumpyCodec(), replay
@@ -122,19 +122,19 @@ class Cluster:
     # -------------------------------------------------------------------------------------------- work
 
     def tensor(self, rows: int, cols: int, format: WireFormat | None = None) -> Tensor:
-        """An identity for a matrix; bind its numbers before it is used in a product."""
+        """Create an identity for a matrix; bind its numbers before it is used in a product."""
         return self._driver.operands.tensor(rows, cols, format or self.wire)
 
     def choose_layer(self, linear: Linear, local: Local = _ELSEWHERE) -> LayerChoice:
-        """Where a linear layer's products are computed, and by whom; asked once a call."""
+        """Choose where a linear layer's products are computed, and by which devices; asked once per call."""
         return self.planning.layer(linear, local)
 
     def choose_pass(self, work: PassWork, local: Local = _ELSEWHERE, *, must: bool = False) -> PassChoice:
-        """Whether layers stay on devices for such a batch, and who holds them; asked once a batch."""
+        """Choose whether layers stay on devices for such a batch, and which devices hold them; asked once per batch."""
         return self.planning.choose_pass(work, local, must=must)
 
     def step_ended(self) -> None:
-        """A step boundary: from here on plans may use the devices that joined meanwhile."""
+        """Mark a step boundary: later plans may use devices that have joined since the last one."""
         self.planning.step_ended()
 
     def submit(
@@ -146,7 +146,7 @@ class Cluster:
         *,
         priority: int = 1,
     ) -> Future[list[Matrix]]:
-        """Start a product of staged tensors; its outputs come as fp32. Without a plan it waits for a device."""
+        """Start a product of staged tensors; its outputs are fp32. Without a plan it waits for a device."""
         product, format = Product(role, a, b), a[0].format
         run = GemmRun(
             product,
@@ -162,7 +162,7 @@ class Cluster:
         return run.done
 
     def run(self, decoder: Decoder, batch: Batched, plan: ResidentPlan | None = None) -> ResidentRun:
-        """Start a batch through a decoder's resident layers, as planned for it."""
+        """Start a batch through a decoder's resident layers, under the plan made for it."""
         run = ResidentRun(
             decoder,
             batch,
@@ -189,31 +189,31 @@ class Cluster:
         self._driver.post_soon(RunSubmitted(run))
 
     def wait(self, future: Future[_Result]) -> _Result:
-        """The result of a future; the time until it is there counts as waiting."""
+        """Return a future's result; the time it takes counts as waiting."""
         started = time.perf_counter()
         try:
             return future.result()
         finally:
             self._waiting_s += time.perf_counter() - started
 
-    # -------------------------------------------------------------------------------------------- how things stand
+    # -------------------------------------------------------------------------------------------- status
 
     def wait_for_devices(self, count: int, timeout_s: float) -> None:
         with self.fleet_changed:
             if not self.fleet_changed.wait_for(lambda: self.devices >= count, timeout_s):
                 raise FleetGoneError(
                     f"expected {count} device{'s' if count > 1 else ''} within {timeout_s:.0f} s, but "
-                    f"{self.devices or 'none'} came; start one with cleave join, or wait longer"
+                    f"{self.devices or 'none'} joined; start one with cleave join, or wait longer"
                 )
 
     @property
     def fleet_changed(self) -> threading.Condition:
-        """Notified when a device has joined or left."""
+        """Notified when a device joins or leaves."""
         return self._driver.fleet_changed
 
     @property
     def devices(self) -> int:
-        """Devices present, this server itself not counted."""
+        """Number of connected devices, not counting this server itself."""
         members = self.engine.roster.members
         return len(members) - (STAND_IN in members)
 
@@ -223,7 +223,7 @@ class Cluster:
         return self._snapshot()[1]
 
     def members(self) -> list[Member]:
-        """Every device that was ever here, with what it has done."""
+        """Return every device that ever joined, with its record."""
         with self._lock:
             return [*self.engine.roster.past.values(), *self.engine.roster.members.values()]
 
@@ -270,12 +270,12 @@ class Cluster:
 
 
 def _harmless(listener: events.Listener) -> events.Listener:
-    """A listener that cannot write (a full disk) must not cost a device its tasks."""
+    """Contain a listener's failures: one that cannot write (a full disk) must not cost a device its tasks."""
 
     def listen(event: events.AnyEvent) -> None:
         try:
             listener(event)
         except Exception:
-            log.exception("an event could not be told: %s", event)
+            log.exception("could not report an event: %s", event)
 
     return listen

@@ -1,7 +1,7 @@
-"""One device's connection, from its hello to its last byte: commands out, results in, a heartbeat in between.
+"""One device's connection, from hello to last byte: commands out, results in, heartbeats in between.
 
-It decides nothing. Messages that came become events of the engine; commands become messages in the device's outbox,
-the most urgent first. A device that breaks the protocol, stalls or vanishes ends its own connection and no other.
+Decides nothing. Messages received become events for the engine; commands become messages in the device's outbox, most
+urgent first. A device that breaks the protocol, stalls or vanishes ends its own connection and no other.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ _HEARTBEAT_S = 2.0
 _SILENCE_S = 10.0
 _MOST_FAILURES = 3
 _MOST_UNCHECKED = 16
-"""Results of one device that may wait to be checked before no more is read from it."""
+"""Results of one device waiting to be checked at which reading from it pauses."""
 _IDLE_S = 30.0
-"""A device without work for so long while others had some is told why."""
+"""Time without work, while others had some, after which a device is told why."""
 _PROGRESS_BYTES = 64 << 10
-"""Bytes between two heartbeats that prove a device is at work: more than its signs of life take."""
+"""Bytes between two heartbeats that prove progress: more than the heartbeats themselves take."""
 
 Post = Callable[[EngineEvent], None]
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class Connection:
         runs_so_far: Callable[[], int],
         listener: events.Listener,
     ) -> None:
-        """Reads the ledger and the roster, and reports to the roster what heartbeats tell."""
+        """Only reads the ledger and the roster, except that latencies measured by heartbeats go to the roster."""
         self.channel, self.member, self.device = channel, member, DeviceId(member.name)
         self._post, self._operands, self._keys = post, operands, keys
         self._ledger, self._roster, self._runs_so_far, self._listener = ledger, roster, runs_so_far, listener
@@ -122,15 +122,15 @@ class Connection:
             self._ending.set_exception(Disconnected(reason, rejoin=rejoin))
 
     def result_checked(self) -> None:
-        """Read on from a device whose results waited to be checked."""
+        """Count a result as checked; resume reading if it was paused."""
         self._unchecked -= 1
         if self._unchecked < _MOST_UNCHECKED:
             self._may_read.set()
 
-    # -------------------------------------------------------------------------------------------- its life
+    # -------------------------------------------------------------------------------------------- lifecycle
 
     async def serve(self) -> str:
-        """Until the device leaves, whose reason is returned, or something is raised."""
+        """Serve until the device leaves, and return its reason; any other end of the connection raises."""
         stages = [
             asyncio.ensure_future(self._outbox.send_all(self.channel, self.member)),
             asyncio.ensure_future(self._receive_all()),
@@ -160,10 +160,10 @@ class Connection:
                 case messages.Result() as result:
                     self._take(result, received)
                 case messages.Failed(task=task, reason=reason):
-                    log.warning("%s could not do task %d: %s", self.device, task, reason)
+                    log.warning("%s failed task %d: %s", self.device, task, reason)
                     self.member.failures += 1
                     if self.member.failures == _MOST_FAILURES:
-                        raise CleaveError(f"could not do {_MOST_FAILURES} tasks in a row, the last: {reason[:100]}")
+                        raise CleaveError(f"failed {_MOST_FAILURES} tasks in a row, the last: {reason[:100]}")
                     self._post(TaskFailed(self.device, TaskId(task)))
                 case messages.Probed() if self._probed_at is not None:
                     self.member.heard(time.perf_counter() - self._probed_at)
@@ -173,7 +173,7 @@ class Connection:
                 case messages.Leaving(reason=reason):
                     return f"left: {reason[:100]}"
                 case other:
-                    raise ProtocolError(f"a device does not send {type(other).__name__.lower()} here")
+                    raise ProtocolError(f"expected a result, failed, probed or leaving, got {other.type_name()}")
 
     def _take(self, result: messages.Result, received: Received) -> None:
         if min(result.rows, result.cols, result.first_row + 1, result.first_col + 1) < 1:
@@ -196,13 +196,13 @@ class Connection:
         self._post(Arrived(self.device, TaskId(result.task), part, result.format, received.payload, seen))
 
     def wait_for_check(self) -> None:
-        """A result of this device waits to be checked: read no more once there are many."""
+        """Count a result that waits to be checked; pause reading at _MOST_UNCHECKED."""
         self._unchecked += 1
         if self._unchecked >= _MOST_UNCHECKED:
             self._may_read.clear()
 
     async def _beat(self) -> str:
-        """Report how the device does; disconnect it when it is silent or its token was revoked; ask for a sign."""
+        """Report pace and progress; disconnect a device that is silent or whose token was revoked; probe it again."""
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
             member = self.member
@@ -213,7 +213,7 @@ class Connection:
                 self._post(DeviceMoved(self.device))
             silent_s = self.channel.silent_s
             if silent_s > _SILENCE_S:
-                raise Disconnected(f"no sign of life for {silent_s:.0f} s", rejoin=True)
+                raise Disconnected(f"silent for {silent_s:.0f} s", rejoin=True)
             if member.key is not None and not self._keys.is_valid(member.key):
                 raise Disconnected("the token it joined with was revoked", rejoin=False)
             if self._probed_at is None:
@@ -222,7 +222,7 @@ class Connection:
             self._explain_idleness()
 
     def _explain_idleness(self) -> None:
-        """Tell a device why it has no work: plans leave out whoever would make the others wait."""
+        """Tell a device why it has no work: plans leave out devices that would make the others wait."""
         member, now = self.member, self._loop.time()
         if self._ledger.unfinished(self.device) or member.tasks != self._tasks_then:
             self._idle_since, self._was_told_idle = now, False
@@ -232,7 +232,7 @@ class Connection:
             self._was_told_idle = True
             reason = (
                 f"at {member.flops.value / 1e9:.1f} GFLOP/s, {member.down.value / 1e6:.1f} MB/s down and "
-                f"{member.up.value / 1e6:.1f} MB/s up, the others end sooner without this device; it is in reserve"
+                f"{member.up.value / 1e6:.1f} MB/s up, the others finish sooner without this device; it is in reserve"
             )
             self._listener(events.DeviceIdle(device=self.device, reason=reason))
             self._outbox.put_urgent(messages.Idle(reason=reason))

@@ -1,9 +1,9 @@
-"""What the engine, its runs and its driver say to each other.
+"""The interface between the engine, its runs and its driver.
 
-A **run** is one piece of work under way: a product (`gemm/run.py`) or a batch through resident layers
-(`resident/run.py`). The engine tells it what happened and it answers with requests, in the order in which they are to
-be carried out: events for the ledger, or actions for the driver. Nothing here knows sockets, clocks or matrices: the
-payload of a result is opaque, and whatever reads or writes numbers is an action that the driver reports back.
+A **run** is one piece of work in progress: a product (`gemm/run.py`) or a batch through resident layers
+(`resident/run.py`). The engine notifies it of events and it answers with requests, to be carried out in order: events
+for the ledger, or actions for the driver. Nothing here knows sockets, clocks or matrices: the payload of a result is
+opaque, and whatever reads or writes numbers is an action whose outcome the driver reports back.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from cleave.protocol import messages
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Decode a result and compare it with its operands, off the loop; then report `Checked`."""
+    """Decode a result and check it against its operands, off the loop; then report `Checked`."""
 
     task: Task
     part: Rectangle
     payload: object
     is_strict: bool
-    """The device is a suspect."""
+    """Check harder, as the device is a suspect."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Put accepted numbers where they belong, off the loop: `run.results.keep(item)`; then report `Kept`."""
+    """Store accepted numbers, off the loop: `run.results.keep(item)`; then report `Kept`."""
 
     run: Run
     item: object
@@ -46,7 +46,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Audit:
-    """Recompute what a device did, off the loop: `run.results.audit(case)`; then report `Audited`."""
+    """Recompute a device's work, off the loop: `run.results.audit(case)`; then report `AuditEnded`."""
 
     run: Run
     case: object
@@ -54,7 +54,7 @@ class Audit:
 
 @dataclass(frozen=True, slots=True)
 class MakePlan:
-    """Plan a run for the devices present, off the loop; then report `Planned`."""
+    """Plan a run for the connected devices, off the loop; then report `Planned`."""
 
     run: Run
 
@@ -68,14 +68,14 @@ class Disconnect:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """Work is there that no device present can do."""
+    """Wait for a device: no connected one can do the pending work."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """A device is there again that work can be given to."""
+    """Stop waiting: a device joined or recovered that may do the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ Action = (
 
 @dataclass(frozen=True, slots=True)
 class Park:
-    """The run cannot go on with the devices present; call `resume` when there are others."""
+    """Suspend a run that cannot continue with the connected devices; call `resume` when there are others."""
 
     run: Run
     reason: str
@@ -125,14 +125,14 @@ class Park:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The run is over, or waits for its caller: the next exclusive one may begin."""
+    """Mark a run as over, or waiting for its caller: the next exclusive one may begin."""
 
     run: Run
 
 
 @dataclass(frozen=True, slots=True)
 class Blame:
-    """A device returned something wrong."""
+    """Count a wrong result against a device."""
 
     device: DeviceId
     reason: str
@@ -156,34 +156,34 @@ Requests = Iterable[Request]
 
 
 class Results(Protocol):
-    """The numbers of a run; called off the loop, from several threads."""
+    """A run's numbers; called off the loop, from several threads."""
 
     def check(self, task: Task, part: Rectangle, payload: object, *, is_strict: bool) -> object:
-        """Decode a result; WrongResult where its operands do not give it."""
+        """Decode a result; raise WrongResult if its operands do not give it."""
         ...
 
     def keep(self, item: object) -> None: ...
 
     def audit(self, case: object) -> str:
-        """Recompute a device's work; why it is wrong, or nothing."""
+        """Recompute a device's work; return what is wrong with it, empty if nothing is."""
         ...
 
 
 class Run(Protocol):
     is_exclusive: bool
-    """It may fill the devices' memory, so others of its kind wait until it ends."""
+    """Whether it may fill the devices' memory, so that other exclusive runs wait until it ends."""
 
     @property
     def results(self) -> Results: ...
 
     def describe(self, task: Task) -> messages.RunTask:
-        """The message that tells a device what to do."""
+        """Return the message that starts a task on its device."""
         ...
 
     def begin(self, now: float) -> Requests: ...
 
     def planned(self, plan: object, now: float) -> Requests:
-        """A plan was made, or is an InfeasibleError."""
+        """Take the plan it asked for, or the error that planning raised."""
         ...
 
     def accepted(self, accept: Accept, payload: object, now: float) -> Requests: ...
@@ -193,11 +193,11 @@ class Run(Protocol):
     def audited(self, case: object, reason: str, now: float) -> Requests: ...
 
     def rejected(self, task: Task, device: DeviceId, reason: str) -> Requests:
-        """A result was found wrong; its task comes back as an orphan."""
+        """Note a wrong result; its task comes back as an orphan."""
         ...
 
     def orphaned(self, orphans: Sequence[Orphan], device: DeviceId | None, now: float) -> Requests:
-        """Nobody has these any more; `device` is whose they were."""
+        """Reassign tasks that lost their device; `device` is the one that left or failed, if any did."""
         ...
 
     def hedged(self, hedges: Sequence[Hedge], now: float) -> Requests: ...
@@ -209,16 +209,16 @@ class Run(Protocol):
     def resume(self, now: float) -> Requests: ...
 
     def prompted(self, request: object, now: float) -> Requests:
-        """Its caller asks for more."""
+        """Handle a further request from its caller."""
         ...
 
     def fail(self, error: CleaveError) -> Requests:
-        """End it with an error."""
+        """End the run with an error."""
         ...
 
 
 class Work(Protocol):
-    """What a task's `work` is."""
+    """Interface of a task's `work`."""
 
     @property
     def run(self) -> Run: ...
@@ -238,7 +238,7 @@ class RunSubmitted:
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A rectangle of a result, as it came over the wire."""
+    """A rectangle of a result, as received."""
 
     device: DeviceId
     task: TaskId
@@ -250,7 +250,7 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class Prompted:
-    """The caller of a run asks for more."""
+    """A further request from a run's caller."""
 
     run: Run
     request: object
@@ -288,14 +288,14 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class WaitedInVain:
-    """Nobody came in time for the work that waits."""
+    """No suitable device joined in time for the parked runs."""
 
     error: CleaveError
 
 
 @dataclass(frozen=True, slots=True)
 class Closed:
-    """Every run ends with this error, and so do those to come."""
+    """The server closed: all current and future runs end with this error."""
 
     error: CleaveError
 

@@ -1,8 +1,8 @@
-"""Drives the engine in an event loop: devices' messages become its events, its actions become messages and jobs.
+"""Drive the engine in an event loop: devices' messages become its events, its actions become messages and jobs.
 
 One crossing in (`post_soon`, from any thread) and one out (futures that actions resolve). The loop moves bytes and lets
-the engine decide; whatever computes goes to the pool, and plans are made by the planner. The engine's state is read
-by other threads under `lock`.
+the engine decide; computation goes to the pool, planning to the planner. Other threads read the engine's state under
+`lock`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from cleave.server.vacancy import StandIn, Vacancy
 from cleave.transport.base import Channel
 
 Planner = Callable[[Run], object]
-"""Plan a run for the devices present, or raise InfeasibleError; called off the loop."""
+"""Plan a run for the connected devices, or raise InfeasibleError; called off the loop."""
 
 log = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class Driver:
             listener=listener,
         )
         self.fleet_changed = threading.Condition(lock)
-        """Notified when a device has joined or left."""
+        """Notified when a device joins or leaves."""
         self._inbox: deque[EngineEvent] = deque()
         self._is_draining = False
         self._ticking: asyncio.TimerHandle | None = None
@@ -112,13 +112,13 @@ class Driver:
         self._loop.call_soon_threadsafe(self.post, event)
 
     def traffic(self) -> tuple[int, int]:
-        """Bytes down and up so far, of devices that left too."""
+        """Return bytes down and up so far, including those of departed devices."""
         channels = [connection.channel for connection in list(self._connections.values())]
         down, up = sum(c.sent_bytes for c in channels), sum(c.received_bytes for c in channels)
         return self._gone_down + down, self._gone_up + up
 
     def _release(self, operands: tuple[OperandId, ...]) -> None:
-        """Nobody refers to these operands any more; called by the garbage collector, in any thread."""
+        """Release operands that are no longer referenced; called by the garbage collector, in any thread."""
 
         def release() -> None:
             self.operands.forget(operands)
@@ -130,7 +130,7 @@ class Driver:
     # -------------------------------------------------------------------------------------------- the loop
 
     def post(self, event: EngineEvent) -> None:
-        """Hand an event to the engine, behind those that wait already."""
+        """Hand an event to the engine, behind those already waiting."""
         self._inbox.append(event)
         if self._is_draining:
             return
@@ -153,7 +153,7 @@ class Driver:
     def _act(self, action: Action) -> None:
         match action:
             case Start(task, missing):
-                if task.device in self._connections:  # else it just left, and the engine learns it next
+                if task.device in self._connections:  # else it just left, and the engine is about to learn that
                     self._connections[task.device].start(task, missing)
             case Cancel(task):
                 if task.device in self._connections:
@@ -222,7 +222,7 @@ class Driver:
         self._act(Disconnect(device, reason, rejoin))
 
     async def serve(self, channel: Channel, own: str = "") -> None:
-        """Serve a device from its hello to its last byte; `own` names one that this server itself is."""
+        """Serve a device from its hello to its last byte; `own` names the server's own device."""
         connection: Connection | None = None
         reason, rejoin, is_fault = "the connection closed", True, False
         try:
@@ -243,7 +243,7 @@ class Driver:
                 self._listener(joined(member))
                 self.post(DeviceAdded(connection.device, member.memory_bytes, member.pace))
                 if STAND_IN in self._connections and connection.device != STAND_IN:
-                    self.disconnect(DeviceId(STAND_IN), "a device is there again", rejoin=False)
+                    self.disconnect(DeviceId(STAND_IN), "a device joined", rejoin=False)
                 self._notify()
                 reason = await connection.serve()
         except ConnectionLost as fault:
@@ -251,11 +251,11 @@ class Driver:
         except Disconnected as fault:
             reason, rejoin, is_fault = str(fault), fault.rejoin, True
         except (CleaveError, TimeoutError) as fault:
-            reason, is_fault = str(fault) or "no hello within the time allowed", True
-            log.info("a connection ended: %s", reason)
+            reason, is_fault = str(fault) or "joining timed out", True
+            log.info("connection ended: %s", reason)
         except Exception as fault:
-            log.exception("the server itself failed")
-            reason = f"the server itself failed: {fault!r}"
+            log.exception("internal error while serving a device")
+            reason = f"internal server error: {fault!r}"
         finally:
             if connection is not None:
                 if is_fault and not connection.member.has_helped:

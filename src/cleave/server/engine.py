@@ -1,9 +1,9 @@
 """The heart of a server: events in, actions out. Knows neither sockets nor clocks nor numbers.
 
-The engine owns the ledger (who runs which task when), the roster (who is there and how fast) and the runs (what the
-tasks are for). It handles one event at a time to its end: the ledger's commands and the runs' requests that follow
-from it go through one queue, so nothing ever re-enters. A driver feeds it events with the time and carries out its
-actions: `driver.py` over an event loop and sockets, a simulator over a virtual clock.
+The engine owns the ledger (which device runs which task, and when), the roster (connected devices and their speed) and
+the runs (what the tasks are for). It handles one event at a time to completion: the ledger commands and run requests
+that follow from it go through one queue, so nothing ever re-enters. A driver feeds it events with the time and carries
+out its actions: `driver.py` over an event loop and sockets, a simulator over a virtual clock.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from cleave.server.contract import (
 )
 
 _MOST_REFUSED = 16
-"""Results in a row that were not asked for, before a device is disconnected."""
+"""Unsolicited results in a row beyond which a device is disconnected."""
 
 _Arguments = ParamSpec("_Arguments")
 log = logging.getLogger(__name__)
@@ -74,13 +74,13 @@ class Engine:
         self.ledger = Ledger()
         self.roster = Roster(self.ledger.late)
         self._runs: dict[Run, None] = {}
-        """Those under way; a dict keeps their order."""
+        """Runs in progress; a dict keeps their order."""
         self._exclusive: Run | None = None
         self._line: deque[Run] = deque()
-        """Exclusive runs that wait for their turn."""
+        """Exclusive runs waiting for their turn."""
         self._parked: dict[Run, str] = {}
         self._checking: dict[tuple[DeviceId, TaskId], list[Rectangle]] = {}
-        """Parts of results that are being checked."""
+        """Parts of results being checked."""
         self._closed: CleaveError | None = None
         self.runs_so_far = 0
         self._queue: deque[EngineEvent | Request] = deque()
@@ -89,11 +89,11 @@ class Engine:
 
     @property
     def is_waiting(self) -> bool:
-        """Some run waits for devices."""
+        """Whether some run waits for devices."""
         return bool(self._parked)
 
     def handle(self, event: EngineEvent, now: float) -> list[Action]:
-        """Handle one event and everything that follows from it; the driver carries out what is returned."""
+        """Handle one event and everything that follows from it; return actions for the driver."""
         assert not self._queue, "the engine is not re-entered"
         self._now, self._actions = now, []
         self._queue.append(event)
@@ -155,7 +155,7 @@ class Engine:
     def _ask(
         self, run: Run, method: Callable[_Arguments, Requests], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> None:
-        """Queue what a run asks for; a bug of ours in it must not leave its caller waiting."""
+        """Queue a run's requests; a bug of ours in it must not leave its caller waiting."""
         try:
             self._queue.extend(method(*args, **kwargs))
         except Exception as fault:
@@ -163,7 +163,7 @@ class Engine:
             self._end_with(run, CleaveError(f"a run failed: {fault!r}; please report this"))
 
     def _goes_on(self, run: Run, fault: Exception | None, what: str) -> bool:
-        """Whether a run is still under way; one whose job failed through our own fault ends here."""
+        """Whether a run is still in progress; end it here if its job failed through a bug of ours."""
         if run in self._runs and fault is not None:
             log.error("%s", what, exc_info=fault)
             self._end_with(run, CleaveError(f"{what}: {fault!r}; please report this"))
@@ -201,7 +201,7 @@ class Engine:
         self._end(run)
 
     def _resume(self) -> None:
-        """There may be a device for what waits."""
+        """Resume parked runs: there may be a device for them."""
         self._actions.append(Resume())
         parked, self._parked = self._parked, {}
         for run in parked:
@@ -210,7 +210,7 @@ class Engine:
     # -------------------------------------------------------------------------------------------- the ledger
 
     def _decide(self, event: Event, payload: object = None, blamed: DeviceId | None = None) -> None:
-        """Let the ledger decide on an event; runs and driver learn what it says."""
+        """Let the ledger decide on an event; pass its commands to the runs and the driver."""
         orphans: dict[Run, list[Orphan]] = {}
         hedges: dict[Run, list[Hedge]] = {}
         for command in self.ledger.handle(event, self._now):
@@ -243,7 +243,7 @@ class Engine:
                 self.roster.lateness_changed(device)
                 self._resume()
             case Overdue(device, _, waited_s, expected_s):
-                reason = f"a task took {waited_s:.1f} s, where {expected_s:.2f} s were expected, and nothing moved"
+                reason = f"a task took {waited_s:.1f} s instead of the predicted {expected_s:.2f} s, and no data moved"
                 self._actions.append(Disconnect(device, reason, rejoin=True))
             case Accept() | Orphan() | Hedge():
                 raise AssertionError("handled by the caller")
@@ -261,7 +261,7 @@ class Engine:
     # -------------------------------------------------------------------------------------------- results
 
     def _arrive(self, arrived: Arrived) -> None:
-        """Take a result that was asked for: products are checked first, units of resident layers only audited."""
+        """Accept an expected result: products are checked first, units of resident layers only audited."""
         device, id, part = arrived.device, arrived.task, arrived.part
         task = self.ledger.wanted(device, id, part)
         if isinstance(task, Refuse):
@@ -269,7 +269,7 @@ class Engine:
             return
         pending = self._checking.get((device, id), [])
         if any(common(part, other) is not None for other in pending):
-            self._refuse(device, f"{part} of task {id}, which is being checked already", is_fault=True)
+            self._refuse(device, f"{part} of task {id}, which is already being checked", is_fault=True)
             return
         expected = run_of(task).describe(task).format
         if arrived.format != expected:
@@ -291,7 +291,7 @@ class Engine:
         pending = self._checking.get((device, task.id))
         member = self.roster.members.get(device)
         if pending is None or part not in pending or member is None:
-            return  # it left meanwhile
+            return  # the device has left
         pending.remove(part)
         if not pending:
             del self._checking[device, task.id]
@@ -308,7 +308,7 @@ class Engine:
                 self._decide(TaskFailed(device, task.id), blamed=device)
             case ProtocolError():
                 self._actions.append(Disconnect(device, str(fault), rejoin=True))
-            case _:  # ours, and no device's: others would fail the same way
+            case _:  # our bug, not the device's: others would fail the same way
                 log.error("a result could not be checked", exc_info=fault)
                 error = CleaveError(f"a result could not be checked: {fault!r}; please report this")
                 self._end_with(run_of(task), error)
@@ -323,17 +323,17 @@ class Engine:
             member.tasks += 1
 
     def _refuse(self, device: DeviceId, reason: str, *, is_fault: bool) -> None:
-        log.info("refused from %s: %s", device, reason)
+        log.info("refused a result from %s: %s", device, reason)
         member = self.roster.members.get(device)
         if is_fault and member is not None:
             member.refused += 1
             if member.refused > _MOST_REFUSED:
-                why = f"{member.refused} results that nobody asked for, the last: {reason}"
+                why = f"{member.refused} unsolicited results in a row, the last: {reason}"
                 self._actions.append(Disconnect(device, why, rejoin=True))
 
     def _blame(self, device: DeviceId, reason: str) -> None:
-        """Count a wrong result against a device, here or gone: its trust returns with it."""
-        log.warning("a wrong result from %s: %s", device, reason)
+        """Count a wrong result against a device, even a departed one: its trust outlives its connection."""
+        log.warning("wrong result from %s: %s", device, reason)
         self._actions.append(Tell(events.ResultRefused(device=device, reason=reason)))
         is_here = device in self.roster.members
         member = self.roster.members.get(device) or self.roster.past.get(device)

@@ -1,7 +1,7 @@
-"""What a run may know of the fleet: who could take over a block, and who is there at all.
+"""A run's view of the fleet: which devices are connected, and which could take over a block.
 
-A lost block is offered to the devices that hold one of its operands and to those that are free soonest, so what it
-costs to place it does not grow with the fleet. Read-only; lives with the engine.
+A lost block is offered to the devices that hold one of its operands and to those that are free soonest, so the cost of
+placing it does not grow with the fleet. Read-only; lives with the engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cleave.errors import InfeasibleError
 from cleave.server.operands import Cut
 
 _CANDIDATES = 16
-"""Devices of each kind that are considered for a lost block."""
+"""Devices of each kind considered for a lost block."""
 
 
 class FleetView:
@@ -41,14 +41,14 @@ class FleetView:
         return device in self._ledger
 
     def is_only(self, devices: Collection[DeviceId]) -> bool:
-        """Whether nobody else is present."""
+        """Whether no other device is connected."""
         return sum(device in self._ledger for device in devices) == len(self._roster.members)
 
     def memory_bytes(self, device: DeviceId) -> int:
         return self._roster.members[device].memory_bytes
 
     def helpers(self) -> Iterator[tuple[DeviceId, float]]:
-        """Devices that are not late, with their FLOP/s: the fastest of those that are free soonest, then all others."""
+        """Yield devices that are not late, with FLOP/s: first those free soonest, then all others, each by speed."""
         near = self._ledger.least_busy(_CANDIDATES)
         yield from self._by_speed(near)
         seen = set(near)
@@ -69,9 +69,9 @@ class FleetView:
         *,
         avoid: Collection[DeviceId] = (),
     ) -> list[Block]:
-        """Cut an extent into blocks for the devices that finish it soonest; InfeasibleError where none can hold any."""
+        """Cut an extent into blocks for the devices that finish it soonest; InfeasibleError if none can hold one."""
         if not self._roster.members:
-            raise InfeasibleError("no device is there")
+            raise InfeasibleError("no device is connected")
         holds_a, holds_b = self._holders(a), self._holders(b)
         near = [*list(holds_a | holds_b)[:_CANDIDATES], *self._ledger.least_busy(_CANDIDATES)]
         able = [device for device in dict.fromkeys(near) if device not in self._ledger.late and device not in avoid]
@@ -91,7 +91,7 @@ class FleetView:
         now: float,
     ) -> list[Block]:
         if not devices:
-            raise InfeasibleError("no device is there")
+            raise InfeasibleError("no device is connected")
         return plan_redo(
             self._roster.select(devices),
             extent,

@@ -1,9 +1,8 @@
-"""Tensors as operands: written once in wire format, sliced many times, each slice with an identity.
+"""Tensors as operands: encoded once in wire format, sliced many times, each slice with an identity.
 
 A tensor's identity outlives its numbers: between forward and backward the numbers may be gone (checkpointing), while
-devices still hold the slices they were sent. `bind` gives the numbers for as long as something may be sent. When
-nobody refers to a tensor any more, its slices are released on all devices. Row slices are views; column slices are
-gathered.
+devices still hold the slices they were sent. `bind` provides the numbers while something may be sent. When a tensor is
+no longer referenced, its slices are released on all devices. Row slices are views; column slices are gathered.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Range = tuple[int, int]
 
 
 class Tensor:
-    """A matrix with an identity; made by `Operands.tensor`."""
+    """A matrix with an identity; created by `Operands.tensor`."""
 
     __slots__ = ("__weakref__", "_encoded", "_matrix", "cols", "format", "rows", "slices")
 
@@ -43,12 +42,12 @@ class Tensor:
         self._encoded: Encoded | None = None
 
     def bind(self, matrix: Matrix | None, encoded: Encoded | None = None) -> None:
-        """Give the numbers, as fp32 or already in wire format; `bind(None)` lets go of them."""
+        """Set the numbers, as fp32 or already in wire format; `bind(None)` drops them."""
         assert matrix is None or matrix.shape == (self.rows, self.cols)
         self._matrix, self._encoded = matrix, encoded
 
     def payload(self, rows: Range, cols: Range, codec: Codec) -> memoryview:
-        """Some rows of some columns in wire format; a view wherever the whole width is asked for."""
+        """Return some rows of some columns in wire format; full-width rows of the cached encoding are views."""
         whole_width = cols == (0, self.cols)
         if self.format == "int8" or self._encoded is None:
             matrix = self._matrix
@@ -66,7 +65,7 @@ class Tensor:
         return np.ascontiguousarray(table).reshape(-1).data
 
     def values(self, rows: Range, cols: Range, codec: Codec) -> Matrix:
-        """The same as numbers, rounded as a device sees them; a view wherever nothing is rounded."""
+        """Return the same as numbers, rounded as a device sees them; a view where nothing is rounded."""
         if self.format == "fp32" and self._matrix is not None:
             return self._matrix[rows[0] : rows[1], cols[0] : cols[1]]
         values = np.empty((rows[1] - rows[0], cols[1] - cols[0]), dtype=np.float32)
@@ -89,7 +88,7 @@ class Slice(NamedTuple):
     cols: Range
 
     def strips(self, codec: Codec) -> Iterator[tuple[Store, memoryview]]:
-        """The messages that bring it to a device, in order."""
+        """Yield the messages that send it to a device, in order."""
         tensor = self.tensor()
         assert tensor is not None, "a job refers to its tensors"
         width = self.cols[1] - self.cols[0]
@@ -112,7 +111,7 @@ class Slice(NamedTuple):
 
 
 class Operands:
-    """Gives identities. `slice` and `made` belong to the event loop's thread, `tensor` to any."""
+    """Issue identities. Call `slice` and `made` in the event loop's thread only, `tensor` in any."""
 
     def __init__(self, codec: Codec, released: Callable[[tuple[OperandId, ...]], None]) -> None:
         self._codec = codec
@@ -128,7 +127,7 @@ class Operands:
         return tensor
 
     def table(self, matrix: Matrix) -> Tensor:
-        """A tensor in fp32 for numbers that come again and again, such as positions: one identity while they do."""
+        """Return an fp32 tensor for recurring numbers, such as positions: the same one while they do not change."""
         with self._tabling:
             if self._table is None or not np.array_equal(self._table[0], matrix):
                 tensor = self.tensor(matrix.shape[0], matrix.shape[1], "fp32")
@@ -152,7 +151,7 @@ class Operands:
         return found
 
     def made(self, size: int) -> Operand:
-        """An identity for something that a device makes itself."""
+        """Create an identity for an operand that a device makes itself."""
         return Operand(id=OperandId(next(self._ids)), bytes=size, is_made=True)
 
     def strips(self, operand: OperandId) -> Iterator[tuple[Store, memoryview]]:

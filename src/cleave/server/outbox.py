@@ -1,4 +1,7 @@
-"""What is to be sent to one device, and in which order; and how fast one device may send."""
+"""Outgoing messages of one device and their order, and a limit on the rate of its incoming ones.
+
+Sits between `connection.py` and the channel. Knows priorities and strips, not what a task is for.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from cleave.protocol.programs import GemmProgram
 from cleave.transport.base import Channel
 
 URGENT = -1
-"""A priority ahead of every task's."""
+"""Priority ahead of every task."""
 _MESSAGES_PER_S, _BURST = 2000.0, 4000.0
 
 Outgoing = Iterable[tuple[AnyMessage, Buffer]]
@@ -26,11 +29,11 @@ _Entry = tuple[int, int, Outgoing, Callable[[], None]]
 
 
 class Outbox:
-    """Messages by priority, then in order; urgent ones go even between the strips of an operand."""
+    """Messages by priority, then in order; urgent ones go out even between the strips of an operand."""
 
     def __init__(self) -> None:
         self.sending: dict[TaskId, Sending] = {}
-        """Tasks of which something is still to be sent."""
+        """Tasks not yet sent completely."""
         self._urgent: deque[AnyMessage] = deque()
         self._queue: asyncio.PriorityQueue[_Entry] = asyncio.PriorityQueue()
         self._order = itertools.count()
@@ -43,7 +46,7 @@ class Outbox:
         self.put(URGENT, ())
 
     async def send_all(self, channel: Channel, member: Member) -> str:
-        """Send until the connection ends; count what goes to the member."""
+        """Send until the connection ends; count the payload bytes for the member."""
         while True:
             _, _, outgoing, sent = await self._queue.get()
             await self._send_urgent(channel)
@@ -59,10 +62,10 @@ class Outbox:
 
 
 class Sending:
-    """A task on its way: the task, then its operands' strips in turn, so that the square that can be computed grows.
+    """A task being sent: its header, then its operands' strips in turn, so that the computable square grows.
 
-    Where b must be whole before a row can be computed (nn), b goes first. Once cancelled, only what other tasks of the
-    device need goes on; `unsent` are the operands that were left out.
+    Where b must be complete before a row can be computed (nn), b goes first. Once canceled, only operands that other
+    tasks of the device need are still sent; `unsent` lists those left out.
     """
 
     def __init__(self, run: messages.RunTask, operands: list[tuple[OperandId, Strips]], needed: Needed) -> None:
@@ -99,7 +102,7 @@ class Sending:
 
 
 class Meter:
-    """Slow down a device that sends more messages than any honest one: its link fills, and it has to wait."""
+    """Throttle a device that sends more messages than any honest one: its link fills up and it has to wait."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._seen, self._left = clock, clock(), _BURST

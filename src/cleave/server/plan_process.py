@@ -1,8 +1,8 @@
 """A process that makes plans: planning is pure Python and numpy, and would hold the GIL that the event loop needs.
 
-`python -m cleave.server.plan_process` is that process: it reads calls of our own functions from its standard input and
-writes what they return to its standard output, until its input ends. A plain subprocess rather than `multiprocessing`,
-which would run a user's training script again where that has no `__main__` guard.
+`python -m cleave.server.plan_process` is that process: it reads calls of our own functions from standard input and
+writes their results to standard output until its input ends. A plain subprocess rather than `multiprocessing`, which
+would rerun a user's training script that has no `__main__` guard.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _END_S = 2.0
 
 
 class PlanProcess:
-    """Starts with its first call and ends with `close`; calls from several threads take turns."""
+    """A subprocess started by the first call and ended by `close`; calls from several threads take turns."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -34,7 +34,7 @@ class PlanProcess:
     def call(
         self, function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> _Result:
-        """Call a module's function there; computed here if the process cannot be had."""
+        """Call a module-level function in the subprocess, or in this process if that fails."""
         with self._lock:
             outcome = None if self._is_closed else self._ask((function, args, kwargs))
         if outcome is None:
@@ -91,5 +91,5 @@ def _serve(calls: BinaryIO, answers: BinaryIO) -> None:
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends this process
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not mix with answers
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # printed text must not mix with answers
     _serve(sys.stdin.buffer, answers)

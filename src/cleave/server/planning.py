@@ -1,8 +1,8 @@
-"""Choices and plans for work, made off the loop and remembered.
+"""Choices and plans for work, made off the loop and cached.
 
-Callers ask once, before the work starts; the plan goes down with it. Plans follow a snapshot of the fleet that is
-adopted at step boundaries, or when a device of it has left: one that joins does not cost everybody a new plan.
-Whoever holds layers keeps them unless another arrangement is clearly faster. Large fleets are planned in another
+Callers ask once, before the work starts, and pass the plan down with it. Plans follow a snapshot of the fleet that is
+replaced at step boundaries, or when one of its devices has left: a device that joins does not cost everyone a new plan.
+Devices keep the layers they hold unless another arrangement is clearly faster. Large fleets are planned in another
 process, as planning would keep the GIL from the event loop.
 """
 
@@ -35,16 +35,16 @@ from cleave.errors import InfeasibleError
 from cleave.server.plan_process import PlanProcess
 
 _FEW_DEVICES = 12
-"""Fleets up to this size are planned in milliseconds, in the thread that asks."""
+"""Fleets up to this size are planned in milliseconds, in the calling thread."""
 _STALE_S = 10.0
-"""Work without steps, such as evaluation, adopts a changed fleet after this time."""
+"""Time after which work without steps, such as evaluation, adopts a changed fleet."""
 _MOST_REMEMBERED = 32
-"""Batches of other lengths, each with its plan."""
+"""Batch lengths whose plans are cached."""
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 Snapshot = tuple[int, Profiles | None]
-"""A number that grows with every change of the fleet, and its devices."""
+"""A number that grows with every change of the fleet, and the fleet's devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class _Chosen:
 
 
 class Planning:
-    """Asked from any thread."""
+    """Choose and plan work, from any thread."""
 
     def __init__(
         self,
@@ -73,24 +73,24 @@ class Planning:
         self._layers: dict[tuple[Linear, Local], LayerChoice] = {}
         self._passes: dict[tuple[PassWork, Local, bool], _Chosen] = {}
         self._standing: dict[PassWork, ResidentPlan] = {}
-        """The latest arrangement per work, the newest last."""
+        """Latest plan per kind of work, newest last."""
         self._told = ""
         self.latest: ResidentPlan | None = None
         """The plan of the last pass."""
 
     def step_ended(self) -> None:
-        """A step boundary: adopt the fleet as it is now."""
+        """Mark a step boundary: adopt the current fleet."""
         with self._lock:
             self._adopt(self._fleet())
 
     def share_cores(self, cores: float) -> None:
-        """Devices of this machine share its cores: so many can compute at once."""
+        """Limit how many devices compute at once, as those on this machine share its cores."""
         with self._lock:
             self._setting = replace(self._setting, cores=cores)
             self._passes.clear()
 
     def layer(self, linear: Linear, local: Local) -> LayerChoice:
-        """Where a linear layer's products are computed, and by whom."""
+        """Choose where a linear layer's products are computed, and by which devices."""
         with self._lock:
             _, profiles = self._current()
             found = self._layers.get((linear, local))
@@ -101,12 +101,12 @@ class Planning:
             return found
 
     def choose_pass(self, work: PassWork, local: Local, *, must: bool = False) -> PassChoice:
-        """Whether layers stay on devices for such a batch, and who holds them."""
+        """Choose whether layers stay on devices for such a batch, and which devices hold them."""
         with self._lock:
             number, profiles = self._current()
             names = profiles.names if profiles is not None else ()
             known = self._passes.get((work, local, must))
-            if known is not None and known.names == names:  # rates waver: the grain stays while the devices do
+            if known is not None and known.names == names:  # rates fluctuate: only other devices change the grain
                 if known.number == number or profiles is None or not known.choice.is_resident:
                     return known.choice
                 choice = replace(known.choice, plan=self._place(work, profiles))
@@ -123,16 +123,16 @@ class Planning:
 
     def _choose(self, work: PassWork, profiles: Profiles | None, local: Local, *, must: bool) -> PassChoice:
         previous = self._previous(work)
-        if self._arrange is not None:  # may be anything, such as a test's closure
+        if self._arrange is not None:  # may not be picklable, such as a test's closure
             return choose_pass(
                 work, profiles, self._setting, local, must=must, previous=previous, arrange=self._arrange
             )
         return self._call(profiles, choose_pass, work, profiles, self._setting, local, must=must, previous=previous)
 
     def plan_again(self, work: PassWork, unable: Collection[str], barred: Collection[str]) -> ResidentPlan:
-        """Place layers without devices that could not do it and, if the others can, without those found wrong.
+        """Place layers on other devices than `unable` ones and, where possible, than `barred` ones, found wrong.
 
-        InfeasibleError where nobody can.
+        Raises InfeasibleError if no device can do it.
         """
         _, profiles = self._fleet()
         if barred:
@@ -148,7 +148,7 @@ class Planning:
     # -------------------------------------------------------------------------------------------- the fleet
 
     def _current(self) -> Snapshot:
-        """The adopted fleet; the present one where nobody was there, one of it has left, or no step ends."""
+        """Return the adopted fleet; replace it if it was empty, one of its devices has left, or it is stale."""
         number, profiles = self._adopted
         latest = self._fleet()
         if latest[0] != number:
@@ -193,7 +193,7 @@ class Planning:
             del self._standing[next(iter(self._standing))]
 
     def _previous(self, work: PassWork) -> ResidentPlan | None:
-        """Who holds these layers already, for such a batch or for another one of the same decoder."""
+        """Return the plan by which devices hold these layers, for such a batch or another one of the same decoder."""
         found = self._standing.get(work)
         if found is not None:
             return found
@@ -203,7 +203,7 @@ class Planning:
         return None
 
     def _tell(self, choice: PassChoice, names: tuple[str, ...]) -> None:
-        """Say what was chosen and why, but once where only the length of batches differs."""
+        """Report a choice and its reason, but only once if batches differ only in length."""
         plan = choice.plan
         key = f"gemm on {names}" if plan is None else repr([(stage.shards, stage.devices) for stage in plan.stages])
         if key != self._told:
@@ -213,17 +213,17 @@ class Planning:
 
 def _without(profiles: Profiles | None, devices: Collection[str]) -> Profiles:
     if profiles is None:
-        raise InfeasibleError("no device is there that can do it")
+        raise InfeasibleError("no connected device can do it")
     if not devices:
         return profiles
     others = np.flatnonzero([name not in devices for name in profiles.names])
     if not len(others):
-        raise InfeasibleError("no device is there that can do it")
+        raise InfeasibleError("no connected device can do it")
     return profiles.take(others)
 
 
 def _for_decoder(plan: ResidentPlan, decoder: Decoder, planned: Decoder) -> ResidentPlan | None:
-    """A plan of the same parts, without its head if there is none; None where one would be missing."""
+    """Adapt a plan for the same parts: drop its head if the decoder has none; None if a head is missing."""
     if (decoder.head is None) == (planned.head is None):
         return plan
     if planned.head is None:

@@ -1,8 +1,8 @@
 """Threads for everything that computes, so that the event loop only moves bytes.
 
-Short jobs (decoding, checking, storing) go to a few threads in batches, which costs one crossing into the loop for
-many small results; audits and plans, which are long, go one after another to a thread each. The number crunching is
-numpy's, which lets go of the GIL; plans that do not are made in another process (`planning.py`).
+Short jobs (decoding, checking, storing) go to a few threads in batches, so that many small results cost one crossing
+into the loop; audits and plans, which are long, run one at a time on a thread each. The number crunching is numpy's,
+which releases the GIL; plans, which do not, are made in another process for large fleets (`planning.py`).
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from typing import Literal
 
 _MOST_THREADS = 4
 _BATCH = 32
-"""Jobs that one thread takes at once."""
+"""Jobs a thread takes at a time."""
 
 LaneName = Literal["results", "audits", "plans"]
 _Work = Callable[[], object]
 Done = Callable[[object, Exception | None], None]
-"""Called in the loop with what a job returned, or raised."""
+"""Called in the loop with a job's result or exception."""
 
 
 class _Lane:
-    """Jobs in the order they came, for as many threads as it has."""
+    """A first-in, first-out queue of jobs with its own threads."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, threads: int, name: str) -> None:
         self._loop, self._threads, self._idle = loop, threads, threads
@@ -61,7 +61,7 @@ class _Lane:
 
 
 class Pool:
-    """Lives with its loop; `close` forgets what has not begun."""
+    """Lives with its loop; `close` discards jobs that have not started."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, threads: int | None = None) -> None:
         count = threads or max(1, min(_MOST_THREADS, (os.cpu_count() or 1) // 2))

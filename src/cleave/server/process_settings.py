@@ -1,8 +1,8 @@
-"""Settings of the whole process that serving devices needs, for as long as some server of it runs.
+"""Process-wide settings for serving devices, in force while any server of the process runs.
 
-A busy training thread would leave the event loop waiting 6 ms for the GIL instead of 0.2; fresh pages cost more than
+A busy training thread would make the event loop wait 6 ms for the GIL instead of 0.2; fresh pages cost more than
 copying into used ones; and OpenBLAS threads would spin for each other over products as small as checks. The last server
-to stop puts everything back.
+to stop restores everything.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _restore = ExitStack()
 
 
 def acquire() -> None:
-    """Apply the settings, unless another server has."""
+    """Apply the settings, unless another server already has."""
     global _users
     with _lock:
         _users += 1
@@ -37,7 +37,7 @@ def acquire() -> None:
 
 
 def release() -> None:
-    """Put things back, if no other server needs them."""
+    """Restore the previous settings, if no other server needs these."""
     global _users
     with _lock:
         _users -= 1

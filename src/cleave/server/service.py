@@ -1,7 +1,7 @@
-"""The server's one port: WebSockets of devices at /ws, and its state as JSON at /api/status, for its administrator.
+"""The server's only port: WebSockets of devices at /ws, and its status as JSON at /api/status, for administrators.
 
-Runs an event loop in a thread of its own, so that training in other threads goes on undisturbed. Who gets as far as
-this has passed `entrance.py`; what a stranger is told here says nothing about the run.
+Runs an event loop in its own thread, so that training in other threads continues undisturbed. Connections have passed
+`admission/gate.py`; answers to strangers reveal nothing about the run.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from cleave.transport.base import Channel
 from cleave.transport.websocket import Accepting
 
 _STOP_S = 5.0
-_PATIENCE_S = 2.0  # for devices that were told goodbye, and for answers on their way
+_PATIENCE_S = 2.0  # for goodbyes to devices, and for responses in flight
 _ADMIN_ONLY = "expected an admin token (Authorization: Bearer ...), got none or another; see cleave token --help"
 
 Answer = Callable[[Request], Awaitable[Response]]
 Wrap = Callable[[Channel], Channel]
-"""What a server puts around each connection before it talks to a device."""
+"""Wraps each connection before the server talks to a device."""
 
 
 class Service:
@@ -68,7 +68,7 @@ class Service:
 
     @property
     def address(self) -> str:
-        """HOST:PORT that it listens on."""
+        """HOST:PORT it listens on."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
     def start(self) -> None:
@@ -115,7 +115,7 @@ class Service:
         await asyncio.gather(*self._stays, return_exceptions=True)
 
     def _upgrade(self, config: uvicorn.Config, server_state: ServerState, app_state: object) -> Accepting:
-        """What uvicorn calls for a WebSocket: the connection goes to the cluster, past ASGI and its copies."""
+        """Take a WebSocket from uvicorn: the connection goes to the cluster, bypassing ASGI and its copies."""
         return Accepting("/ws", self._join, objection=self._objection, ended=ended(app_state))
 
     def _objection(self, origins: list[str], hosts: list[str]) -> str:
@@ -123,7 +123,7 @@ class Service:
 
     @property
     def _is_open_here(self) -> bool:
-        """Whether nobody but this machine gets here, and nobody is asked for a token."""
+        """Whether only this machine can connect, and no token is required."""
         return self.is_local and self._keys.is_open
 
     def _join(self, channel: Channel) -> None:
@@ -133,7 +133,7 @@ class Service:
         stay.add_done_callback(self._stays.discard)
 
     def _for_admins(self, answer: Answer) -> Answer:
-        """Only for who holds an admin token; where no token is asked for, for this machine's own programs."""
+        """Require an admin token; a run without any key answers this machine's own programs instead."""
 
         async def checked(request: Request) -> Response:
             why = self._objection(request.headers.getlist("origin"), request.headers.getlist("host"))
@@ -148,7 +148,7 @@ class Service:
         return checked
 
     async def _administers(self, token: str) -> bool:
-        """One guess at a time, and not in the event loop: hashing is slow on purpose."""
+        """Check one guess at a time, off the event loop: hashing is slow on purpose."""
         async with self._guessing:
             return await asyncio.to_thread(self._keys.administers, token)
 
@@ -200,5 +200,5 @@ def _new_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
     except ImportError:
-        return asyncio.SelectorEventLoop()  # also where another is the default: the entrance watches bare sockets
+        return asyncio.SelectorEventLoop()  # even where another is the default: the gate watches bare sockets
     return uvloop.new_event_loop()

@@ -1,4 +1,7 @@
-"""What a server does while work waits and no device present can do it: wait for one, or compute by itself."""
+"""Wait for a device, or stand in for one, while no connected device can do the pending work.
+
+The driver starts and ends it as the engine asks. Knows no tasks: the stand-in joins like any other device.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from cleave.transport.base import Channel
 from cleave.transport.memory import memory_pair
 
 StandIn = Callable[[Channel], Coroutine[None, None, None]]
-"""A device in the server's own process, at its end of a channel."""
+"""Runs a device in the server's own process, at its end of a channel."""
 Serve = Callable[[Channel, str], Coroutine[None, None, None]]
 
 
@@ -31,18 +34,18 @@ class Vacancy:
         give_up: Callable[[FleetGoneError], None],
         listener: events.Listener,
     ) -> None:
-        """`serve` takes a device's connection; `is_empty` says that no device is there, `is_waiting` that work is."""
+        """`serve` runs a device's connection; `is_empty`: no device is connected; `is_waiting`: work is pending."""
         self._loop, self._wait_s, self._stand_in, self._serve = loop, wait_s, stand_in, serve
         self._is_empty, self._is_waiting, self._give_up, self._listener = is_empty, is_waiting, give_up, listener
         self._timer: asyncio.TimerHandle | None = None
         self._standing_in: set[asyncio.Task[None]] = set()
 
     def wait(self, reason: str) -> None:
-        """Work is there that nobody can do."""
+        """Start waiting: no connected device can do the pending work."""
         if self._timer is not None or self._standing_in:
             return
         if self._stand_in is not None and self._is_empty():
-            self._listener(events.Paused(reason="no device is there; this server computes until one joins"))
+            self._listener(events.Paused(reason="no device is connected; this server computes until one joins"))
             servers, devices = memory_pair()
             for stay in (self._serve(servers, STAND_IN), self._stand_in(devices)):
                 task = self._loop.create_task(stay)
@@ -53,18 +56,21 @@ class Vacancy:
         self._timer = self._loop.call_later(self._wait_s, self._waited, reason)
 
     def end(self) -> None:
-        """A device is there that may do it."""
+        """Stop waiting: a connected device may do it."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _waited(self, reason: str) -> None:
         self._timer = None
-        waited = f"{reason}, for {self._wait_s:.0f} s, so the work stopped; start devices with cleave join and resume"
+        waited = (
+            f"{reason}; no suitable device joined within {self._wait_s:.0f} s, so the work stopped; "
+            "start devices with cleave join and resume"
+        )
         self._give_up(FleetGoneError(waited))
 
     def _stood_in(self, stay: asyncio.Task[None]) -> None:
-        """The server no longer stands in; someone else may have come and gone meanwhile."""
+        """Wait again if work is still pending: another device may have joined and left meanwhile."""
         self._standing_in.discard(stay)
         if not self._standing_in and self._is_waiting() and self._is_empty():
-            self.wait("no device is there")
+            self.wait("no device is connected")

@@ -202,7 +202,7 @@ def _recover(directory: Path) -> None:
 
 
 def _surplus(newest: Path, keep: int) -> list[Path]:
-    """Checkpoints older than `newest` beyond `keep`. Later, damaged ones do not count, lest they push out good ones."""
+    """Checkpoints older than `newest` beyond `keep`. Newer, damaged ones do not count: good ones must stay."""
     final_entries = sorted(found for found in _entries(newest.parent) if found.is_final)
     older = [found.path for found in final_entries if found.step < int(newest.name.removeprefix("step-"))]
     return older[: max(0, len(older) - (keep - 1))]

@@ -171,10 +171,10 @@ class _Trainer:
         )
         if found is not None:
             for path in found.damaged:
-                self._observe(Note(text=f"{path} is damaged and was passed over"))
+                self._observe(Note(text=f"{path} is damaged: skipped"))
             self._observe(Resumed(step=found.step, path=str(found.path)))
         elif resume:
-            self._observe(Note(text="there is no checkpoint yet, so the run starts again from its first step"))
+            self._observe(Note(text="there is no checkpoint yet: the run starts over from its first step"))
 
     def train(self, forward: torch.nn.Module, interrupts: Interrupts) -> str:
         """Train to the last step; return `done`, or `interrupted` with a checkpoint of the last finished step."""
@@ -197,7 +197,7 @@ class _Trainer:
             with interrupts.held():  # a second Ctrl-C must not lose the checkpoint
                 self._saver.save(self._last_finished())
                 again = f"cleave train --resume --out {self._directory}"
-                self._observe(Note(text=f"stopped after step {self._position.step}; go on with: {again}"))
+                self._observe(Note(text=f"stopped after step {self._position.step}; resume with: {again}"))
             reason = "interrupted"
         except Exception as fault:
             reason = str(fault) or type(fault).__name__
@@ -212,13 +212,13 @@ class _Trainer:
     def _enable_overlap(self, forward: torch.nn.Module) -> bool:
         """Set up per-parameter updates during backward if possible, else report why not; return whether it is."""
         if self._config.clip:
-            reason = f"gradients are clipped by the norm of all (clip {self._config.clip:g}; 0 is none)"
+            reason = f"gradients are clipped by global norm (clip {self._config.clip:g}; 0 disables it)"
         elif self._config.accumulate > 1:
-            reason = f"a step is the sum of {self._config.accumulate} micro-batches"
+            reason = f"a step accumulates {self._config.accumulate} micro-batches"
         else:
             reason = decoder.overlap(forward, self._optimizer)
         if reason is not None:
-            self._observe(Note(text=f"weights are updated as a whole at the end of a step: {reason}"))
+            self._observe(Note(text=f"weights are updated all at once at the end of a step: {reason}"))
         return reason is None
 
     def _last_finished(self) -> Position | None:

@@ -47,7 +47,7 @@ def keep_settings(config: TrainConfig, run_directory: Path) -> None:
 
 
 class Saver:
-    """Save a run every so many steps and minutes. `clock` returns seconds from any origin."""
+    """Save a run at intervals of steps and minutes. `clock` returns seconds from any origin."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class Saver:
             self.save(position)
         except CleaveError as fault:
             if not was_reported:
-                self._observe(Note(text=f"{fault}: training goes on, and the next save tries again"))
+                self._observe(Note(text=f"{fault}: training continues, and the next save will retry"))
 
     def save(self, position: Position | None) -> None:
         """Save, or raise CleaveError. Does nothing if there is no step to save or it is saved already."""

@@ -34,7 +34,7 @@ Kind = Literal[
     "replay",  # every message resends the previous result, or the hello before there is one
     "duplicate",  # every message is sent twice
     "flood",  # thousands of unsolicited messages at once
-    "half-open",  # nothing is sent or received any more, but the connection stays open
+    "half-open",  # sending and receiving stop, but the connection stays open
     "torn-frame",  # a header and part of its payload, then nothing
 ]
 Phase = Literal[

@@ -21,7 +21,7 @@ from cleave.transport.base import Channel, Received
 
 _SLICE_BYTES = 64 << 10
 """Bytes one direction of one channel sends before others get their turn ..."""
-_SLICE_S = 1e-3  # ... or as many as take this long: below it timers cost more than the bytes
+_SLICE_S = 1e-3  # ... or what the link carries in this time, if more: for shorter slices timers dominate
 _WINDOW_BYTES = 8 << 20  # in flight or not yet consumed, before the sender waits
 _BACK_TO_BACK_S = 5e-3  # bytes that follow this closely were queued behind the ones before
 _CLOSE_S = 1.0
@@ -59,7 +59,7 @@ class Medium:
 
 
 def shaping(link: Link) -> Callable[[Channel], Channel]:
-    """Return a wrapper that gives every channel such a link, all on one medium."""
+    """Return a wrapper that puts each channel behind such a link, all on one medium."""
     medium = Medium(link.medium_bytes_per_s)
     return lambda channel: Shaped(channel, link, medium)
 
@@ -171,7 +171,7 @@ class Shaped(Channel):
 class _Direction:
     """One direction of a link: bytes leave slice by slice and are then in flight until due.
 
-    Once `closed` is set, nothing waits any more and everything in flight is due at once.
+    Once `closed` is set, nothing waits and everything in flight is due at once.
     """
 
     def __init__(self, bytes_per_s: float, medium: Medium, closed: asyncio.Event) -> None:

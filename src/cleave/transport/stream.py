@@ -1,7 +1,7 @@
 """WebSocket frames (RFC 6455) over an asyncio transport, for large binary messages.
 
 Payloads are received in place: the kernel writes into the final buffer, which is handed out as a view. Existing
-libraries copy every received byte three more times, which cost a device half as much time as multiplying. Supports no
+libraries copy every received byte three more times, which cost a device half as much time as its products. Supports no
 extensions; takes text as bytes, joins fragments, sends and answers pings. `websocket.py` does the handshake.
 
 No peer can make it hold more than a few megabytes: a frame's size is checked before its buffer is allocated, queued

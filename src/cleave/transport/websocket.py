@@ -171,8 +171,8 @@ class _DialingStream(Stream):
         if actual is not None and not hmac.compare_digest(actual, self._pin or ""):
             self._reject(
                 InputError(
-                    f"expected the server's certificate to be sha256:{self._pin}, got sha256:{actual}; someone may sit "
-                    "in between, or the run has a new certificate: ask its owner for the address it prints now"
+                    f"expected the server's certificate to be sha256:{self._pin}, got sha256:{actual}; the connection "
+                    "may be intercepted, or the run has a new certificate: ask its owner for the current address"
                 )
             )
             return
@@ -196,7 +196,7 @@ class _DialingStream(Stream):
         end = self._scratch.find(b"\r\n\r\n", 0, self._end)
         if end < 0:
             if self._end == len(self._scratch):
-                self._reject(InvalidHandshake("its answer has no end"))
+                self._reject(InvalidHandshake("its response headers never end"))
             return
         handshake, self._handshake = self._handshake, None
         head = bytes(self._scratch[: end + 4])
@@ -205,8 +205,8 @@ class _DialingStream(Stream):
             return
         handshake.receive_data(head)
         self._start = end + 4
-        if handshake.state is not State.OPEN:  # also if the body of the refusal is still to come
-            self._reject(handshake.handshake_exc or InvalidHandshake("it does not speak WebSocket there"))
+        if handshake.state is not State.OPEN:  # even if the body of the refusal has not arrived
+            self._reject(handshake.handshake_exc or InvalidHandshake("it does not speak WebSocket at this address"))
             return
         self.opened.set_result(None)
         super()._parse()

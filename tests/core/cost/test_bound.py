@@ -1,4 +1,4 @@
-"""Laws of the lower bounds: what they are, what they bound, how they move."""
+"""Laws of the lower bounds: their values, what they bound, and how they change with the fleet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TOLERANCE = 3e-6  # of the bisection on the logarithm of time
 
 
 def scalar_bound_2d_s(fleet: Profiles, gemm: Gemm, wire: WireFormat) -> float:
-    """By plain halving, device by device; memory left aside."""
+    """2D bound by plain bisection, device by device, ignoring memory."""
     size, short, long = WIRE_BYTES[wire], min(gemm.m, gemm.n), max(gemm.m, gemm.n)
 
     def area(i: int, t: float) -> float:
@@ -63,15 +63,15 @@ def _largest(holds, most: float) -> float:
 
 @settings(max_examples=15)
 @given(fleets.fleets(most=4, kinds=("usual", "wild", "narrow")), fleets.gemms(), wires)
-def test_the_2d_bound_is_what_plain_bisection_gives(fleet: Profiles, gemm: Gemm, wire: WireFormat) -> None:
+def test_the_2d_bound_agrees_with_plain_bisection(fleet: Profiles, gemm: Gemm, wire: WireFormat) -> None:
     unit = unit_costs(fleet, wire, Server()).with_boundless_memory()
     assert bound_2d(unit, gemm, Server()) == pytest.approx(scalar_bound_2d_s(fleet, gemm, wire), rel=1e-5)
 
 
 @settings(max_examples=12)
 @given(fleets.fleets(most=20, kinds=ROOMY), fleets.gemms(), wires, fleets.servers)
-def test_bounds_are_ordered(fleet: Profiles, gemm: Gemm, wire: WireFormat, server: Server) -> None:
-    """More freedom, lower bound: splitting the inner dimension, no cap, complete overlap."""
+def test_more_freedom_never_raises_a_bound(fleet: Profiles, gemm: Gemm, wire: WireFormat, server: Server) -> None:
+    """Freedom to split the inner dimension, no server cap, complete overlap."""
     unit = unit_costs(fleet, wire, server).with_boundless_memory()
     flat, deep = bound_2d(unit, gemm, Server()), bound_3d(unit, gemm, Server())
     assert deep <= flat * (1 + TOLERANCE)
@@ -111,10 +111,10 @@ def test_a_wider_server_link_never_raises_a_bound(fleet: Profiles, gemm: Gemm, f
 
 @settings(max_examples=25)
 @given(st.floats(0, 0.5), st.integers(1, 500), st.integers(1, 500), st.integers(1, 500), wires)
-def test_one_device_is_bounded_by_the_whole_gemm_alone(
+def test_the_bound_of_a_single_device_is_its_time_for_the_whole_gemm(
     latency: float, m: int, n: int, k: int, wire: WireFormat
 ) -> None:
-    """In 2D it has no other choice; in 3D neither, as one device does one block."""
+    """In 2D there is no alternative, and in 3D neither, since one device computes one block."""
     gemm = Gemm(m=m, n=n, k=k)
     unit = unit_costs(fleets.one(latency=latency, memory=1e12), wire, Server())
     alone = finish_s(unit, np.array([float(m)]), np.array([float(n)]), float(k))[0]
@@ -125,7 +125,7 @@ def test_one_device_is_bounded_by_the_whole_gemm_alone(
 @settings(max_examples=25)
 @given(fleets.fleets(most=10, kinds=ROOMY), fleets.gemms(), fleets.servers)
 def test_the_server_link_bounds_the_whole_output(fleet: Profiles, gemm: Gemm, server: Server) -> None:
-    """Without a block of its own the server takes in the output once, and sends each operand at least once."""
+    """A server without a block of its own receives the output once and sends each operand at least once."""
     capped = Server(down_bytes_per_s=server.down_bytes_per_s, up_bytes_per_s=server.up_bytes_per_s)
     unit = unit_costs(fleet, "bf16", capped)
     ingress_s = 2 * gemm.m * gemm.n / capped.up_bytes_per_s
@@ -136,7 +136,7 @@ def test_the_server_link_bounds_the_whole_output(fleet: Profiles, gemm: Gemm, se
 
 @settings(max_examples=100)
 @given(fleets.fleets(most=3), fleets.gemms(), wires, st.floats(-3, 3), st.integers(0, 2**31))
-def test_no_block_in_time_beats_the_volume_within(
+def test_no_block_within_the_deadline_exceeds_volume_within(
     fleet: Profiles, gemm: Gemm, wire: WireFormat, log_deadline: float, seed: int
 ) -> None:
     unit, deadline = unit_costs(fleet, wire, Server()).with_boundless_memory(), 10.0**log_deadline
@@ -149,7 +149,7 @@ def test_no_block_in_time_beats_the_volume_within(
 
 @settings(max_examples=25)
 @given(fleets.fleets(most=30), fleets.gemms(), st.floats(-2, 3))
-def test_worth_ranks_areas_and_drops_the_useless(fleet: Profiles, gemm: Gemm, log_deadline: float) -> None:
+def test_devices_are_ranked_by_area_and_useless_ones_dropped(fleet: Profiles, gemm: Gemm, log_deadline: float) -> None:
     server = Server(flops_per_s=1e9)
     unit, deadline = unit_costs(fleet, "bf16", server), 10.0**log_deadline
     ranked = by_worth(unit, gemm, deadline)
@@ -167,5 +167,5 @@ def test_least_time_inverts_an_increasing_function(log_target: float, power: flo
     assert found == pytest.approx(delay + target ** (1 / power), rel=TOLERANCE)
 
 
-def test_work_that_never_suffices_takes_forever() -> None:
+def test_work_that_is_never_enough_takes_forever() -> None:
     assert least_time(lambda t: 1 - 1 / (1 + t), 2.0) == np.inf

@@ -1,4 +1,4 @@
-"""Laws of what one shard asks of a device: as many open sequences as fit, and slices that share the work."""
+"""Laws of a shard's demand on a device: as many open sequences as fit, and slices that share the work."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def demands(draw: st.DrawFn) -> ShardDemand:
 
 @steady
 @given(demands(), st.integers(0, 300_000), st.integers(1, 8), st.integers(0, 1000))
-def test_as_many_sequences_are_open_as_fit_and_one_more_would_not(
+def test_a_device_opens_as_many_sequences_as_fit_and_no_more(
     demand: ShardDemand, memory_bytes: int, chunk: int, tables_bytes: int
 ) -> None:
     count = demand.sequences_within(memory_bytes, chunk, tables_bytes, SEQUENCES)
@@ -42,7 +42,7 @@ def test_as_many_sequences_are_open_as_fit_and_one_more_would_not(
 
 @steady
 @given(demands(), st.integers(0, 300_000), st.integers(1, 8), st.integers(2, 3))
-def test_shards_that_share_a_device_share_its_room_for_sequences(
+def test_shards_on_one_device_share_its_room_for_sequences(
     demand: ShardDemand, memory_bytes: int, chunk: int, shards: int
 ) -> None:
     alone = demand.sequences_within(memory_bytes, chunk, 0, 1 << 20)
@@ -52,7 +52,7 @@ def test_shards_that_share_a_device_share_its_room_for_sequences(
 
 @pytest.mark.parametrize("sublayer", range(5))
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def test_slices_share_the_flops_of_the_whole(sublayer: int, direction: str) -> None:
+def test_slices_split_the_flops_of_the_whole_sublayer(sublayer: int, direction: str) -> None:
     model = MODELS["whole"]
     assert direction in ("forward", "backward")
     whole = shard_demand(model, Shard(first=sublayer, count=1), SEQUENCE).flops(direction, 2, 4)  # type: ignore[arg-type]
@@ -62,8 +62,8 @@ def test_slices_share_the_flops_of_the_whole(sublayer: int, direction: str) -> N
         assert sum(parts) == pytest.approx(whole)
 
 
-def test_a_silent_forward_makes_keys_and_values_alone() -> None:
-    """Nothing behind the last attention, and nothing at all where there is none."""
+def test_a_silent_forward_computes_only_keys_and_values() -> None:
+    """Nothing after the last attention, and nothing at all without attention."""
     model = MODELS["whole"]
     attention, mlp = (shard_demand(model, Shard(first=number, count=1), SEQUENCE) for number in (0, 1))
     layer = shard_demand(model, Shard(first=0, count=2), SEQUENCE)

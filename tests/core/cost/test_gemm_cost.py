@@ -41,7 +41,7 @@ def costs(fleet: Profiles, wire: WireFormat = "bf16", server: Server | None = No
 
 
 def scalar_finish_s(fleet: Profiles, i: int, wire: WireFormat, rows: float, cols: float, inner: float) -> float:
-    """The formula of the cost model, for one device, straight from its profile."""
+    """Finish time of one device by the cost model's formula, straight from its profile."""
     size = WIRE_BYTES[wire]
     down = size * inner * (rows + cols) / fleet.down_bytes_per_s[i]
     compute = 2 * rows * cols * inner / fleet.flops_per_s[i]
@@ -51,7 +51,7 @@ def scalar_finish_s(fleet: Profiles, i: int, wire: WireFormat, rows: float, cols
 
 
 @given(fleets.fleets(most=5), wires, sides, sides, sides)
-def test_finish_is_the_streamed_formula(
+def test_finish_time_follows_the_streamed_formula(
     fleet: Profiles, wire: WireFormat, rows: float, cols: float, inner: float
 ) -> None:
     same = np.ones(len(fleet))
@@ -67,7 +67,7 @@ def test_an_empty_block_costs_nothing(fleet: Profiles, cols: float, inner: float
 
 
 @given(fleets.fleets(most=3), wires, sides, sides, sides)
-def test_transfers_are_both_strips_down_and_the_block_up(
+def test_a_block_receives_both_strips_and_returns_the_block(
     fleet: Profiles, wire: WireFormat, rows: float, cols: float, inner: float
 ) -> None:
     same = np.ones(len(fleet) + 1)
@@ -86,8 +86,8 @@ def test_the_server_only_computes(rows: float, cols: float, inner: float, flops:
 
 
 def simulated_finish_s(down_s: float, work_s: float, up_s: float, pieces: int) -> float:
-    """Tile by tile: row and column strips arrive in turn; a tile is multiplied once both of its strips are there,
-    and goes up once multiplied. `down_s` is of one strip, `work_s` and `up_s` of one tile."""
+    """Simulate tile by tile: row and column strips arrive alternately; a tile is multiplied once both of its strips
+    have arrived, and is then uploaded. `down_s` is per strip, `work_s` and `up_s` per tile."""
     ready: list[tuple[float, int, int]] = []
     for i in range(pieces):
         for j in range(pieces):
@@ -102,7 +102,7 @@ def simulated_finish_s(down_s: float, work_s: float, up_s: float, pieces: int) -
 
 
 @given(st.floats(-1.5, 1.5), st.floats(-3, 1.5))
-def test_finish_agrees_with_a_simulation_of_tiles(log_down: float, log_up: float) -> None:
+def test_finish_time_agrees_with_a_tile_by_tile_simulation(log_down: float, log_up: float) -> None:
     pieces, compute = 32, 1.0
     down, up = 10.0**log_down, 10.0**log_up
     rows = cols = inner = 1024.0
@@ -124,7 +124,7 @@ deadlines = st.floats(-3, 4).map(lambda x: 10.0**x)
 
 
 @given(fleets.fleets(most=5), wires, deadlines, sides, sides)
-def test_rows_within_the_deadline_finish_at_it_or_fill_the_memory(
+def test_rows_within_a_deadline_finish_on_it_or_fill_memory(
     fleet: Profiles, wire: WireFormat, deadline: float, cols: float, inner: float
 ) -> None:
     unit, same = costs(fleet, wire), np.ones(len(fleet))
@@ -134,13 +134,13 @@ def test_rows_within_the_deadline_finish_at_it_or_fill_the_memory(
     for i in np.flatnonzero(rows > 1e-6):
         assert finish[i] <= deadline * (1 + 1e-6)
         assert rows[i] == pytest.approx(fits[i]) or finish[i] == pytest.approx(deadline, rel=1e-6)
-    for i in np.flatnonzero(rows <= 1e-6):  # then a single row takes longer, or does not fit
+    for i in np.flatnonzero(rows <= 1e-6):  # a single row takes longer, or does not fit
         alone = finish_s(unit, same, cols * same, inner)[i]
         assert alone >= deadline * (1 - 1e-6) or fits[i] < 1
 
 
 @given(fleets.fleets(most=5), wires, deadlines, sides, sides)
-def test_inner_within_the_deadline_finishes_at_it_or_fills_the_memory(
+def test_inner_within_a_deadline_finishes_on_it_or_fills_memory(
     fleet: Profiles, wire: WireFormat, deadline: float, rows: float, cols: float
 ) -> None:
     unit, same = costs(fleet, wire), np.ones(len(fleet))
@@ -153,7 +153,9 @@ def test_inner_within_the_deadline_finishes_at_it_or_fills_the_memory(
 
 
 @given(fleets.fleets(most=3), deadlines, sides, sides)
-def test_reach_is_the_dimension_that_is_left(fleet: Profiles, deadline: float, width: float, thickness: float) -> None:
+def test_reach_solves_for_the_one_dimension_not_given(
+    fleet: Profiles, deadline: float, width: float, thickness: float
+) -> None:
     unit = costs(fleet)
     rows = reach(unit, deadline, width, thickness, "inner-side-side")
     assert np.array_equal(rows, rows_within(unit, deadline, width, thickness))
@@ -190,23 +192,23 @@ def test_slopes_agree_with_finite_differences(
 
 @settings(max_examples=150)
 @given(fleets.fleets(most=4), wires, deadlines, sides, sides, sides, st.integers(0, 2**31))
-def test_no_block_in_time_beats_the_area_within(
+def test_no_block_within_the_deadline_exceeds_area_within(
     fleet: Profiles, wire: WireFormat, deadline: float, one: float, other: float, inner: float, seed: int
 ) -> None:
     unit, short, long = costs(fleet, wire), min(one, other), max(one, other)
     best = area_within(unit, deadline, short, long, inner)
     widths = np.exp(np.random.default_rng(seed).uniform(np.log(long / 1e6), np.log(long), 200))
     for width in (*widths, short, long, 1.0):
-        most = short if width > short else long  # a block fits the output one way round or the other
+        most = short if width > short else long  # a block fits the output in one orientation or the other
         rows = np.minimum(rows_within(unit, deadline, width, inner), most)
         assert (rows * width <= best * (1 + 1e-9) + 1e-9).all()
 
 
 @given(fleets.fleets(most=4), wires, deadlines, sides, sides, sides)
-def test_the_area_within_is_reached_by_some_block(
+def test_some_block_attains_area_within(
     fleet: Profiles, wire: WireFormat, deadline: float, one: float, other: float, inner: float
 ) -> None:
-    """Where memory does not bind, so that the bound is not merely safe."""
+    """Without memory limits: the bound is tight, not merely safe."""
     unit, short, long = costs(fleet, wire).with_boundless_memory(), min(one, other), max(one, other)
     best = area_within(unit, deadline, short, long, inner)
     width = np.clip(np.sqrt(best), 1e-9, short)
@@ -216,7 +218,7 @@ def test_the_area_within_is_reached_by_some_block(
 
 @settings(max_examples=150)
 @given(fleets.fleets(most=4), wires, deadlines, sides, sides, st.integers(1, 20_000), st.integers(0, 2**31))
-def test_no_thickness_beats_the_best_inner(
+def test_no_inner_depth_beats_best_inner(
     fleet: Profiles, wire: WireFormat, deadline: float, one: float, other: float, inner: int, seed: int
 ) -> None:
     unit, short, long = costs(fleet, wire).with_boundless_memory(), min(one, other), max(one, other)
@@ -231,7 +233,7 @@ def test_no_thickness_beats_the_best_inner(
 
 
 @given(st.integers(2, 20_000))
-def test_with_time_to_spare_the_best_inner_is_the_whole_inner(inner: int) -> None:
+def test_with_time_to_spare_best_inner_is_the_whole_inner_dimension(inner: int) -> None:
     unit = costs(fleets.one(latency=0.0), server=Server(flops_per_s=1e12))
     assert (best_inner(unit, 1e12, 2.0, 3.0, inner) == inner).all()
 
@@ -240,7 +242,9 @@ def test_with_time_to_spare_the_best_inner_is_the_whole_inner(inner: int) -> Non
 
 
 @given(fleets.fleets(most=5), wires, sides, sides)
-def test_rows_that_fit_fit_and_more_do_not(fleet: Profiles, wire: WireFormat, cols: float, inner: float) -> None:
+def test_rows_that_fit_is_the_most_rows_memory_holds(
+    fleet: Profiles, wire: WireFormat, cols: float, inner: float
+) -> None:
     unit, same = costs(fleet, wire), np.ones(len(fleet))
     rows = rows_that_fit(unit, cols, inner)
     some = rows > 0
@@ -249,7 +253,7 @@ def test_rows_that_fit_fit_and_more_do_not(fleet: Profiles, wire: WireFormat, co
 
 
 @given(fleets.fleets(most=3), wires, sides, sides, sides)
-def test_a_block_needs_whole_operands_or_panels_beside_its_sums(
+def test_a_block_holds_whole_operands_or_panels_next_to_its_sums(
     fleet: Profiles, wire: WireFormat, rows: float, cols: float, inner: float
 ) -> None:
     size, same = WIRE_BYTES[wire], np.ones(len(fleet))
@@ -261,7 +265,7 @@ def test_a_block_needs_whole_operands_or_panels_beside_its_sums(
 
 
 @given(fleets.fleets(most=5), wires, sides, sides, sides)
-def test_the_limit_is_the_largest_of_the_four_parts(
+def test_the_limit_is_the_largest_of_down_compute_up_and_latency(
     fleet: Profiles, wire: WireFormat, rows: float, cols: float, inner: float
 ) -> None:
     same = np.ones(len(fleet))

@@ -1,4 +1,4 @@
-"""Laws of resident units: parts add up to the whole, and each kind of column moves what its table says."""
+"""Laws of resident cost: parts add up to the whole, and each kind of column moves the bytes its table says."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def one(of: SublayerSums, first: int, count: int, slices: int = 1, chunk: int = 
 
 
 @given(st.integers(0, 63), st.integers(1, 64))
-def test_neighbouring_runs_add_up_to_the_run_of_both(first: int, count: int) -> None:
+def test_adjacent_runs_add_up_to_the_combined_run(first: int, count: int) -> None:
     count = min(count, 65 - first)
     cut = max(count // 2, 1)
     if cut == count:
         return
     of = whole()
     both, left, right = one(of, first, count), one(of, first, cut), one(of, first + cut, count - cut)
-    for field in ("params", "trained", "flops_per_row", "forward_flops_per_row", "sync_down_bytes", "sync_up_bytes"):
+    for field in ("params", "trained", "flops_per_row", "sync_down_bytes", "sync_up_bytes"):
         assert getattr(both, field) == pytest.approx(getattr(left, field) + getattr(right, field))
     inside = left.up_bytes_per_row + right.up_bytes_per_row - both.up_bytes_per_row
-    assert inside == pytest.approx(2 * H * 2), "what happens inside a column never crosses a link"
+    assert inside == pytest.approx(2 * H * 2), "activations inside a column never cross a link"
 
 
 @given(st.integers(0, 64), st.sampled_from([2, 4, 8, 16, 32]))
-def test_slices_add_up_to_the_whole_but_each_sees_every_row(first: int, slices: int) -> None:
+def test_slices_add_up_to_the_whole_though_each_sees_every_row(first: int, slices: int) -> None:
     of = whole()
     slice_, all_of_it = one(of, first, 1, slices), one(of, first, 1)
     assert slices * slice_.flops_per_row == pytest.approx(all_of_it.flops_per_row)
@@ -53,7 +53,7 @@ def test_slices_add_up_to_the_whole_but_each_sees_every_row(first: int, slices: 
     assert slice_.memory_bytes < all_of_it.memory_bytes
 
 
-def test_a_step_costs_a_third_more_flops_than_without_recomputing() -> None:
+def test_recomputing_adds_a_third_to_the_flops_of_a_step() -> None:
     of = whole()
     rows = one(of, 0, len(of)).flops_per_row[0]
     scores = 8 * (S + 1) * SHAPE.q_width * SHAPE.layers
@@ -62,7 +62,7 @@ def test_a_step_costs_a_third_more_flops_than_without_recomputing() -> None:
     assert rows - scores == pytest.approx((plain - full_scores) * 4 / 3)
 
 
-def test_frozen_weights_do_not_travel_and_need_no_gradient() -> None:
+def test_frozen_weights_are_not_synced_and_need_no_gradient() -> None:
     frozen, trained = one(whole(trained=False), 0, 2), one(whole(), 0, 2)
     assert frozen.sync_down_bytes == frozen.sync_up_bytes == 0
     assert trained.memory_bytes - frozen.memory_bytes == pytest.approx(2 * trained.params)
@@ -70,21 +70,21 @@ def test_frozen_weights_do_not_travel_and_need_no_gradient() -> None:
     assert trained.flops_per_row - frozen.flops_per_row == pytest.approx(2 * products)
 
 
-def test_the_head_returns_eight_bytes_a_row_forward() -> None:
+def test_the_head_returns_eight_bytes_per_row_forward() -> None:
     head, mlp = one(whole(), 64, 1), one(whole(), 63, 1)
     assert mlp.up_bytes_per_row - head.up_bytes_per_row == 2 * H - 8
     assert mlp.down_bytes_per_row - head.down_bytes_per_row == 2 * H - 12
 
 
-def test_live_devices_hold_eight_bytes_of_a_trained_number_and_sixteen_of_an_open_k() -> None:
+def test_live_memory_counts_parameters_open_keys_and_values_and_kept_inputs() -> None:
     of = whole(live=True)
     more = one(of, 0, 3).memory_bytes - one(of, 0, 2).memory_bytes
     attention = of.sublayers[0]
-    entering = 4 * 64 * H  # what enters one sublayer more is kept on the way back
+    entering = 4 * 64 * H  # the input of one more sublayer is kept for backward
     assert more == pytest.approx(8 * attention.params + 16 * S * attention.kv_width + entering)
 
 
-def test_attention_comes_in_whole_sequences_and_heads_stay_whole() -> None:
+def test_attention_gets_whole_sequences_and_whole_heads() -> None:
     of = whole()
     assert one(of, 0, 1).takes_sequences
     assert not one(of, 1, 1).takes_sequences

@@ -1,4 +1,4 @@
-"""Laws of profiles and of the fleet CSV."""
+"""Laws of profiles and of fleet CSV files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def build(names: tuple[str, ...] = ("a", "b"), **columns: Floats | tuple[str, ..
 
 
 def columns_of(profiles: Profiles) -> list[object]:
-    """Bit patterns, so that NaN equals NaN and -0.0 differs from 0.0."""
+    """Columns as bit patterns, so that NaN equals NaN and -0.0 differs from 0.0."""
     texts = [profiles.names, profiles.device_class, profiles.country]
     return [*texts, *(getattr(profiles, column).tobytes() for column in NUMBERS)]
 
@@ -71,9 +71,9 @@ def profiles_of(draw: st.DrawFn) -> Profiles:
 
 
 @given(profiles_of())
-def test_what_is_written_reads_back_to_the_last_bit(profiles: Profiles) -> None:
+def test_a_written_fleet_reads_back_bit_for_bit(profiles: Profiles) -> None:
     again = read_csv(write_csv(profiles), "fleet.csv")
-    # An unknown number is NaN whatever its payload.
+    # An unknown number is NaN, whatever the payload of the NaN.
     expected = dataclasses.replace(
         profiles,
         watts=np.where(np.isnan(profiles.watts), np.nan, profiles.watts),
@@ -91,7 +91,7 @@ def test_bom_crlf_blank_lines_and_padding_change_nothing(profiles: Profiles) -> 
 
 @given(st.text())
 @settings(max_examples=200)
-def test_any_text_is_a_fleet_or_a_fleet_error(text: str) -> None:
+def test_any_text_parses_to_a_fleet_or_a_fleet_error(text: str) -> None:
     for attempt in (text, f"{HEADER}\n{text}", f"{HEADER}\na,1,2,3,4,5\n{text}"):
         try:
             profiles = read_csv(attempt, "x")
@@ -101,7 +101,7 @@ def test_any_text_is_a_fleet_or_a_fleet_error(text: str) -> None:
 
 
 @given(st.lists(st.lists(st.sampled_from(["a", "1", "-1", "nan", "inf", "", '"', "1e999", " 2 ", "server"]))))
-def test_any_table_is_a_fleet_or_a_fleet_error(rows: list[list[str]]) -> None:
+def test_any_table_parses_to_a_fleet_or_a_fleet_error(rows: list[list[str]]) -> None:
     text = "\n".join([HEADER + ",watts", *(",".join(row) for row in rows)])
     try:
         profiles = read_csv(text, "x")
@@ -119,7 +119,7 @@ def test_the_six_core_columns_are_enough() -> None:
     assert columns_of(build()) == columns_of(build(watts=np.full(2, np.nan), country=("", "")))
 
 
-def test_columns_come_in_any_order_and_unknown_ones_are_ignored() -> None:
+def test_columns_may_come_in_any_order_and_unknown_ones_are_ignored() -> None:
     text = (
         "note, watts,memory_bytes,class,latency_s,up_bytes_per_s,down_bytes_per_s,flops_per_s,device,note\n"
         'x, ,6,laptop,5,4,3,2, "Ann\'s, ""old"" one" ,y\n'
@@ -190,7 +190,7 @@ def test_columns_come_in_any_order_and_unknown_ones_are_ignored() -> None:
         (HEADER + f"\n{'a' * 200_000},1,1,1,1,1", "line 2: expected comma-separated cells"),
     ],
 )
-def test_each_fault_of_a_file_has_its_own_sentence(text: str, sentence: str) -> None:
+def test_each_fault_in_a_file_has_its_own_message(text: str, sentence: str) -> None:
     with pytest.raises(FleetError) as caught:
         read_csv(text, "fleet.csv")
     message = str(caught.value)
@@ -217,12 +217,12 @@ def test_each_fault_of_a_file_has_its_own_sentence(text: str, sentence: str) -> 
         (("a", "b"), {"embodied_kgco2e": np.array([np.inf, 1])}, "embodied_kgco2e of device 'a'"),
     ],
 )
-def test_profiles_that_cannot_be_are_refused(names: tuple[str, ...], columns: dict[str, Floats], sentence: str) -> None:
+def test_impossible_profiles_are_refused(names: tuple[str, ...], columns: dict[str, Floats], sentence: str) -> None:
     with pytest.raises(FleetError, match=sentence):
         build(names, **columns)
 
 
-def test_checked_profiles_cannot_be_changed() -> None:
+def test_validated_profiles_are_immutable() -> None:
     speeds = np.ones(2)
     profiles = build(flops_per_s=speeds)
     with pytest.raises(ValueError, match="read-only"):
@@ -231,7 +231,7 @@ def test_checked_profiles_cannot_be_changed() -> None:
 
 
 @given(profiles_of(), st.data())
-def test_taking_devices_takes_their_whole_profiles(profiles: Profiles, data: st.DataObject) -> None:
+def test_taking_devices_keeps_their_whole_profiles(profiles: Profiles, data: st.DataObject) -> None:
     some = st.lists(st.integers(0, len(profiles) - 1), min_size=1, unique=True)
     indices = np.array(data.draw(some), dtype=np.int64)
     lines = write_csv(profiles.take(np.arange(len(profiles)))).splitlines()

@@ -1,4 +1,4 @@
-"""Laws of drawn fleets."""
+"""Laws of randomly drawn fleets."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def test_a_fleet_has_the_devices_of_its_mix(mix: dict[str, int], country: str, s
     assert all(name.startswith(f"{kind}-") for name, kind in zip(fleet.names, fleet.device_class, strict=True))
 
 
-def test_same_seed_same_fleet_and_another_seed_another() -> None:
+def test_equal_seeds_give_equal_fleets_and_different_seeds_different_ones() -> None:
     mix = {"phone": 30, "laptop": 20}
     assert write_csv(draw(mix)) == write_csv(draw(mix))
     assert write_csv(draw(mix)) != write_csv(draw(mix, seed=2))
 
 
-def test_names_count_from_one_and_grow_with_the_class() -> None:
+def test_names_are_numbered_from_one_per_class_with_enough_digits() -> None:
     assert draw({"phone": 2, "sbc": 1}).names == ("phone-0001", "phone-0002", "sbc-0001")
     assert draw({"sbc": 10_000}).names[0] == "sbc-00001"
 
@@ -51,7 +51,7 @@ def test_no_phone_exceeds_what_a_phone_can_do() -> None:
     assert phones.watts.max() < 10
 
 
-def test_usable_memory_is_below_what_the_device_has() -> None:
+def test_usable_memory_is_less_than_physical_memory() -> None:
     for row in DEVICES:
         if float(row["weight"]) == 0:
             continue
@@ -81,8 +81,8 @@ def test_models_are_drawn_by_their_weight() -> None:
     assert np.mean(desktops.flops_per_s > 50e12) == pytest.approx(0.02, rel=0.2)
 
 
-def test_fibre_homes_are_fast_both_ways() -> None:
-    """Most US lines above 100 Mbit/s up are fibre, so their downlinks beat the median of all lines."""
+def test_fiber_homes_are_fast_both_ways() -> None:
+    """Most US lines above 100 Mbit/s up are fiber, so their downlinks beat the median of all lines."""
     lines = draw({"desktop": 20_000})
     fast_up = lines.up_bytes_per_s > 100e6 / 8
     assert np.median(lines.down_bytes_per_s[fast_up]) > 1.3 * np.median(lines.down_bytes_per_s)
@@ -106,7 +106,7 @@ def test_no_link_beats_a_gigabit_port() -> None:
     assert max(fleet.down_bytes_per_s.max(), fleet.up_bytes_per_s.max()) <= 125e6
 
 
-def test_an_unknown_country_is_refused_with_those_that_exist() -> None:
+def test_refusing_an_unknown_country_lists_the_known_ones() -> None:
     with pytest.raises(FleetError, match=r"'atlantis'; choose one of ae, .*, us, vn, world"):
         draw({"phone": 1}, country="Atlantis")
 
@@ -116,7 +116,7 @@ def test_a_country_may_be_written_in_capitals() -> None:
 
 
 @given(mixes)
-def test_a_written_mix_parses_to_itself(mix: dict[str, int]) -> None:
+def test_a_formatted_mix_parses_back_to_itself(mix: dict[str, int]) -> None:
     assert sampling.parse_mix(", ".join(f"{name} = {count}" for name, count in mix.items())) == mix
 
 
@@ -146,7 +146,7 @@ def test_a_bad_mix_is_refused_in_one_sentence(text: str, sentence: str) -> None:
 
 
 @given(st.text())
-def test_any_text_is_a_mix_or_a_fleet_error(text: str) -> None:
+def test_any_text_parses_to_a_mix_or_a_fleet_error(text: str) -> None:
     try:
         mix = sampling.parse_mix(text)
     except FleetError:

@@ -1,4 +1,4 @@
-"""Laws of the work of a step: what is listed adds up to what the model's parameters demand."""
+"""Laws of the work in a step: the gemms listed add up to what the model's parameters require."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from cleave.errors import InputError
 
 @st.composite
 def shapes(draw: st.DrawFn) -> ModelShape:
-    """Shapes of any switches, small so that failures are easy to read."""
+    """Shapes with any combination of options, small so that failures are easy to read."""
     size = st.integers(1, 40)
     kv_heads, hidden = draw(st.integers(1, 4)), draw(size)
     return ModelShape(
@@ -78,14 +78,14 @@ def test_attention_flops_are_twelve_per_layer_position_width_and_token(
 
 
 @given(shape=models, sequences=sequence_counts, sequence=st.integers(1, 4096))
-def test_step_flops_are_the_linear_and_the_attention_flops(shape: ModelShape, sequences: int, sequence: int) -> None:
+def test_step_flops_are_linear_flops_plus_attention_flops(shape: ModelShape, sequences: int, sequence: int) -> None:
     tokens = sequences * sequence
     attention = 12 * shape.layers * sequence * shape.heads * shape.head_dim * tokens
     assert step_flops(shape, tokens, sequence) == 6 * gemm_weights(shape) * tokens + attention
 
 
 @given(shape=models, tokens=token_counts, grouped=st.booleans())
-def test_the_three_roles_of_a_linear_layer_turn_the_same_three_widths(
+def test_the_three_roles_of_a_linear_layer_permute_the_same_three_widths(
     shape: ModelShape, tokens: int, grouped: bool
 ) -> None:
     gemms = step_gemms(shape, tokens, grouped)
@@ -108,7 +108,7 @@ def test_a_grouped_forward_gemm_is_as_wide_as_its_members(shape: ModelShape, tok
     assert sum(len(entry.members) for entry in grouped) == len(alone)
 
 
-# In numbers: the only widths a token count can coincide with, and so merge shapes.
+# The only widths a token count can equal, which would merge shapes.
 LLAMA_2_13B_WIDTHS = (5120, 3 * 5120, 13824, 2 * 13824, 32000)
 
 
@@ -145,14 +145,14 @@ def test_a_step_has_the_linear_layers_of_its_family(name: str, grouped: bool, se
     assert list(dict.fromkeys(entry.segment for entry in gemms)) == segments
 
 
-def test_layers_count_their_number_and_the_head_counts_once() -> None:
+def test_layer_gemms_count_once_per_layer_and_the_head_once() -> None:
     shape = named("opt-350m")
     for entry in step_gemms(shape, 2048):
         outside = entry.segment in ("project_in", "project_out", "head")
         assert entry.count == (1 if outside else shape.layers)
 
 
-def test_the_projections_of_opt_350m_bridge_table_and_layers() -> None:
+def test_opt_350m_projects_between_embedding_and_hidden_width() -> None:
     gemms = step_gemms(named("opt-350m"), 2048)
     assert gemm_of(gemms, "project_in", "forward") == Gemm(m=2048, n=1024, k=512)
     assert gemm_of(gemms, "project_out", "forward") == Gemm(m=2048, n=512, k=1024)
@@ -174,7 +174,7 @@ def test_attention_products_are_those_of_softmax_attention() -> None:
 
 
 @given(shape=models, sequences=sequence_counts, sequence=st.integers(1, 4096), grouped=st.booleans())
-def test_segments_hold_every_gemm_and_product_once(
+def test_segments_contain_every_gemm_and_product_once(
     shape: ModelShape, sequences: int, sequence: int, grouped: bool
 ) -> None:
     tokens = sequences * sequence
@@ -187,7 +187,7 @@ def test_segments_hold_every_gemm_and_product_once(
 
 
 @given(shape=models)
-def test_segments_hold_every_parameter_but_the_lookup_tables(shape: ModelShape) -> None:
+def test_segments_contain_every_parameter_except_the_lookup_tables(shape: ModelShape) -> None:
     held = sum(segment.count * segment.params for segment in step_segments(shape, 8, 8))
     token_table = 0 if shape.tied_embeddings else shape.vocab * shape.embed_dim
     assert held == shape.params - token_table - shape.position_rows * shape.hidden
@@ -202,6 +202,6 @@ def test_a_batch_is_a_whole_number_of_sequences(tokens: int, sequence: int) -> N
 
 
 @pytest.mark.parametrize("tokens", [0, -1])
-def test_a_step_has_tokens(tokens: int) -> None:
+def test_a_step_without_tokens_is_refused(tokens: int) -> None:
     with pytest.raises(InputError, match=f"got {tokens};"):
         step_gemms(named("opt-125m"), tokens)

@@ -1,4 +1,4 @@
-"""Laws of model shapes: counts agree with the published table and with Hugging Face, bad input is named."""
+"""Laws of model shapes: counts agree with the published table and with Hugging Face, and bad input is named."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ COUNTED_CONFIGS: dict[str, tuple[int, dict[str, object]]] = {
         124_909_056,
         config_of("opt", 12, 768, 3072, 12, 50000, enable_bias=False, layer_norm_elementwise_affine=False),
     ),
-    # No published models: they turn the switches that those above leave alone.
+    # Not published models: they cover the options that those above leave at their defaults.
     "opt, untied": (
         198_216,
         config_of(
@@ -175,13 +175,13 @@ def test_absent_fields_have_the_defaults_of_hugging_face(
     assert (shape.head_dim, shape.embed_dim, shape.ffn) == (2, 128, 500)
 
 
-def test_gpt2_without_ffn_is_four_times_as_wide_inside() -> None:
+def test_gpt2_without_n_inner_has_an_mlp_four_times_as_wide() -> None:
     config = COUNTED_CONFIGS["gpt2"][1]
     assert from_config(config, "gpt2").ffn == from_config(config | {"n_inner": None}, "gpt2").ffn == 3072
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen2"])
-def test_null_key_value_heads_mean_as_many_as_heads(family: str) -> None:
+def test_null_key_value_heads_default_to_the_number_of_heads(family: str) -> None:
     config = TINY_LLAMA | {"model_type": family, "num_attention_heads": 16, "num_key_value_heads": None}
     assert from_config(config, "x").kv_heads == 16
 
@@ -189,12 +189,12 @@ def test_null_key_value_heads_mean_as_many_as_heads(family: str) -> None:
 @pytest.mark.parametrize(
     ("wrong", "close"), [("lama-2-7b", "llama-2-7b"), ("OPT-13", "opt-13b"), ("opt_350m", "opt-350m")]
 )
-def test_an_unknown_name_is_answered_with_the_closest_one(wrong: str, close: str) -> None:
+def test_an_unknown_name_suggests_the_closest_one(wrong: str, close: str) -> None:
     with pytest.raises(ModelError, match=rf"got '{wrong}'; did you mean {close}\?$"):
         named(wrong)
 
 
-def test_a_name_unlike_any_other_is_answered_with_all_names() -> None:
+def test_a_name_unlike_any_other_lists_all_names() -> None:
     with pytest.raises(ModelError) as caught:
         named("!")
     assert all(name in str(caught.value) for name in PRESET_NAMES)
@@ -226,7 +226,7 @@ def test_a_name_unlike_any_other_is_answered_with_all_names() -> None:
         ("n_routed_experts", 256, "256"),
     ],
 )
-def test_a_malformed_field_is_named_with_what_came(field: str, value: object, shown: str) -> None:
+def test_a_malformed_field_is_named_with_its_value(field: str, value: object, shown: str) -> None:
     with pytest.raises(ModelError) as caught:
         from_config(TINY_LLAMA | {field: value}, "mine")
     message = str(caught.value)
@@ -246,7 +246,7 @@ def test_a_default_that_does_not_fit_is_called_a_default() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral-7b", "qwen2-7b", "pythia-160m", "tinyllama-1.1b", "opt-350m"])
-def test_the_dimensions_that_make_a_model_must_be_there(name: str) -> None:
+def test_the_dimensions_that_define_a_model_are_required(name: str) -> None:
     optional = {
         *("n_positions", "tie_word_embeddings"),
         *("num_key_value_heads", "word_embed_proj_dim", "do_layer_norm_before"),
@@ -266,7 +266,7 @@ json_values = st.recursive(
 
 
 @given(data=st.data(), name=st.sampled_from(sorted(COUNTED_CONFIGS)))
-def test_a_mutated_config_gives_a_sound_shape_or_a_model_error(data: st.DataObject, name: str) -> None:
+def test_a_mutated_config_gives_a_valid_shape_or_a_model_error(data: st.DataObject, name: str) -> None:
     config = dict(COUNTED_CONFIGS[name][1])
     fields = st.sampled_from([*config, *OPTIONAL_FIELDS])
     for field in data.draw(st.lists(fields, max_size=3, unique=True), label="removed"):

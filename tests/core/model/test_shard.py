@@ -1,4 +1,4 @@
-"""Laws of shards: slices of a sublayer hold every number, each once, and no others."""
+"""Laws of shards: slices of a sublayer hold each of its numbers exactly once, and no others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def cells(view: View) -> Iterator[tuple[int, int, int]]:
 
 
 def norms(model: Decoder, sublayer: int) -> set[int]:
-    """Parameters of a sublayer that every slice needs whole."""
+    """Parameters of a sublayer that every slice needs in full."""
     part = model.parts[sublayer] if sublayer < len(model.parts) else model.head
     assert part is not None
     norm = part.norm
@@ -35,7 +35,7 @@ def norms(model: Decoder, sublayer: int) -> set[int]:
 
 
 def inner_adapters(model: Decoder, sublayer: int) -> set[int]:
-    """Of adapters, the side that the cut does not divide: A where outputs are cut, B where inputs are."""
+    """The adapter side that slicing does not divide: A when outputs are sliced, B when inputs are."""
     if sublayer == len(model.parts):
         return set()
     part = model.parts[sublayer]
@@ -48,7 +48,7 @@ def inner_adapters(model: Decoder, sublayer: int) -> set[int]:
 
 @steady
 @given(decoders(), st.data())
-def test_slices_tile_every_parameter_once_and_each_has_the_norms(model: Decoder, data: st.DataObject) -> None:
+def test_slices_tile_every_parameter_once_and_each_includes_the_norms(model: Decoder, data: st.DataObject) -> None:
     for sublayer in range(len(model.parts) + 1):
         of = data.draw(st.integers(1, most_slices(model, sublayer)))
         whole = {cell for view in Shard(first=sublayer, count=1).views(model) for cell in cells(view)}
@@ -56,18 +56,18 @@ def test_slices_tile_every_parameter_once_and_each_has_the_norms(model: Decoder,
         seen: list[tuple[int, int, int]] = []
         for shard in slices_of(model, sublayer, of):
             mine = [cell for view in shard.views(model) for cell in cells(view)]
-            assert len(mine) == len(set(mine)), "no number twice on a device"
+            assert len(mine) == len(set(mine)), "no number is twice on a device"
             kept = {cell for cell in mine if cell[0] in everywhere}
             assert kept == {cell for cell in whole if cell[0] in everywhere}, "norms are whole in each slice"
             seen += [cell for cell in mine if cell[0] not in everywhere]
-        assert len(seen) == len(set(seen)), "no number in two slices"
-        assert set(seen) == {cell for cell in whole if cell[0] not in everywhere}, "no number in none"
+        assert len(seen) == len(set(seen)), "no number is in two slices"
+        assert set(seen) == {cell for cell in whole if cell[0] not in everywhere}, "every number is in some slice"
 
 
 @steady
 @given(decoders(), st.data())
 def test_the_shapes_of_a_slice_fit_together(model: Decoder, data: st.DataObject) -> None:
-    """As a device will multiply them: out x in, or in x out."""
+    """As a device multiplies them: out x in, or in x out."""
     for sublayer in range(len(model.parts) + 1):
         of = data.draw(st.integers(1, most_slices(model, sublayer)))
         for shard in slices_of(model, sublayer, of):
@@ -97,7 +97,7 @@ def test_the_shapes_of_a_slice_fit_together(model: Decoder, data: st.DataObject)
 
 
 def _check_linear(views: list[View], weight: Weight, into: int, _: None) -> int:
-    """Its output width."""
+    """Check the shapes of a linear layer and return its output width."""
     view = views[weight.weight]
     out, wide = (view.width, view.height) if weight.is_transposed else (view.height, view.width)
     assert wide == into
@@ -112,7 +112,7 @@ def _check_linear(views: list[View], weight: Weight, into: int, _: None) -> int:
 
 @steady
 @given(decoders(), st.data())
-def test_a_bias_of_a_summed_output_is_added_once(model: Decoder, data: st.DataObject) -> None:
+def test_the_bias_of_a_summed_output_is_added_once(model: Decoder, data: st.DataObject) -> None:
     for sublayer, last in enumerate(_last(part) for part in model.parts):
         of = data.draw(st.integers(1, most_slices(model, sublayer)))
         found = [_last(shard.cut(model, lambda view: 0)[0][0]).bias for shard in slices_of(model, sublayer, of)]
@@ -125,7 +125,7 @@ def _last(part: Part) -> Weight:
 
 @steady
 @given(decoders(), st.data())
-def test_slices_of_the_vocabulary_begin_where_the_last_one_ended(model: Decoder, data: st.DataObject) -> None:
+def test_each_vocabulary_slice_begins_where_the_previous_one_ended(model: Decoder, data: st.DataObject) -> None:
     sublayer = len(model.parts)
     of = data.draw(st.integers(1, most_slices(model, sublayer)))
     first = 0
@@ -141,8 +141,8 @@ def test_slices_of_the_vocabulary_begin_where_the_last_one_ended(model: Decoder,
 
 @steady
 @given(st.lists(st.integers(1, 3), min_size=1, max_size=5))
-def test_stages_hold_the_sublayers_between_them(counts: list[int]) -> None:
-    """Runs of sublayers, with the head last: together, every parameter of the model once."""
+def test_stages_together_hold_every_parameter_once(counts: list[int]) -> None:
+    """Runs of sublayers, with the head last, hold every parameter of the model once."""
     model = decoder(layers=2).decoder
     total = len(model.parts) + 1
     cuts = [0, *(min(cut, total) for cut in itertools.accumulate(counts)), total]
@@ -159,15 +159,15 @@ def test_stages_hold_the_sublayers_between_them(counts: list[int]) -> None:
     assert [shard.has_head(model) for shard in shards] == [shard.stop == total for shard in shards]
 
 
-def test_a_view_of_a_matrix_that_holds_several_is_cut_within_its_own_part() -> None:
-    """GPT-2's q, k and v lie side by side: the second slice of k begins where k begins, and its width further."""
+def test_slicing_a_fused_matrix_stays_within_each_of_its_parts() -> None:
+    """GPT-2's q, k and v lie side by side: the second slice of k begins one slice width after the start of k."""
     builder = Builder(4, np.random.default_rng(0))
     model = builder.decoder([builder.attention(2, 1, 2, beside=True)], None)
     views = Shard(first=0, count=1, index=1, of=2).views(model)
     assert [view.cols for view in views if view.height == 4 and view.cols[1] > 4] == [(6, 8), (10, 12)]
 
 
-def test_parts_are_described_with_the_numbers_they_are_given() -> None:
+def test_parts_use_the_operand_numbers_they_are_given() -> None:
     model = decoder(layers=1).decoder
     numbers = itertools.count(100)
     given_numbers: set[int] = set()

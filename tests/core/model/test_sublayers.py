@@ -1,4 +1,4 @@
-"""Laws of sublayers: sizes are those of the decoder they describe, and slices of one add up to it."""
+"""Laws of sublayers: they have the sizes of the decoder they describe, and slices of one add up to it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_sublayers_have_the_sizes_of_their_weights(model: Decoder) -> None:
 
 
 def _vectors(model: Decoder, sublayer: int) -> int:
-    """Elements of norms and biases, which multiply nothing."""
+    """Number of elements in norms and biases, which take part in no product."""
     one = model.sublayers[sublayer]
     numbers = [] if one.norm is None else [one.norm.weight, one.norm.bias]
     numbers += [weight.bias for weight in weights_of(one)]
@@ -47,7 +47,7 @@ def _vectors(model: Decoder, sublayer: int) -> int:
 
 @steady
 @given(decoders(), st.data())
-def test_slices_add_up_but_for_what_each_holds_in_full(model: Decoder, data: st.DataObject) -> None:
+def test_slices_add_up_except_for_parameters_each_holds_in_full(model: Decoder, data: st.DataObject) -> None:
     for number, whole in enumerate(sublayers(model)):
         of = data.draw(st.integers(1, whole.slices))
         slices = [sublayers(model, Shard(first=number, count=1, index=index, of=of))[0] for index in range(of)]
@@ -61,7 +61,7 @@ def test_slices_add_up_but_for_what_each_holds_in_full(model: Decoder, data: st.
 
 @steady
 @given(decoders(), st.booleans())
-def test_forward_alone_trains_nothing(model: Decoder, is_trained: bool) -> None:
+def test_a_forward_only_pass_trains_nothing(model: Decoder, is_trained: bool) -> None:
     for one in sublayers(model, is_trained=is_trained):
         assert is_trained or one.trained == one.gradient_products == one.undivided_trained == 0
 
@@ -75,9 +75,7 @@ def test_a_decoders_gemms_are_those_of_its_sublayers() -> None:
 
 @steady
 @given(decoders(), st.integers(1, 5), st.integers(1, 9))
-def test_linear_layers_of_a_decoder_multiply_every_weight_once_a_role(
-    model: Decoder, sequences: int, sequence: int
-) -> None:
+def test_linear_layers_multiply_every_weight_once_per_role(model: Decoder, sequences: int, sequence: int) -> None:
     tokens = sequences * sequence
     linears = list(decoder_linears(model, tokens))
     weights = sum(linear.in_width * linear.out_width for linear in linears)
@@ -96,6 +94,6 @@ def test_attention_costs_the_same_from_a_shape_and_from_a_decoder() -> None:
     assert shape.layers * one == sum(product.flops for product in attention_products(shape, 128, 64))
 
 
-def test_models_by_name_count_what_their_shapes_count() -> None:
+def test_named_models_have_the_parameter_counts_of_their_shapes() -> None:
     shape = named("llama-2-7b")
     assert sum(one.params for one in sublayers_of(shape)) == pytest.approx(shape.params - shape.vocab * shape.embed_dim)

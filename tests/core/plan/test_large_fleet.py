@@ -1,4 +1,4 @@
-"""Laws of columns for any fleet: they tile the plane, hold what fits, and no single way of cutting a step is faster."""
+"""Laws of column plans for any fleet: they tile the plane, fit in memory, and beat every single way of splitting."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def planned(
 
 
 def check(plan: ModelPlan, fleet: Profiles) -> None:
-    """Everything that holds of any plan, worked out anew from its stages."""
+    """Check everything that holds for any plan, recomputed from its stages."""
     sublayers = sublayers_of(plan.shape)
     of = sum_up(sublayers, hidden=plan.shape.hidden, sequence=plan.sequence, terms=lean_terms(plan.wire))
     assert [stage.first for stage in plan.stages] == [
@@ -89,7 +89,7 @@ def check(plan: ModelPlan, fleet: Profiles) -> None:
 
 @settings(phases=QUICK, max_examples=12)
 @given(some_fleets, st.integers(1, 24), st.sampled_from(fleets.WIRES), fleets.servers)
-def test_every_token_meets_every_parameter_once_and_all_fits(
+def test_every_token_meets_every_parameter_once_within_memory(
     fleet: Profiles, sequences: int, wire: WireFormat, server: Server
 ) -> None:
     try:
@@ -99,7 +99,7 @@ def test_every_token_meets_every_parameter_once_and_all_fits(
     check(plan, fleet)
 
 
-def test_a_model_beyond_the_fleets_memory_goes_in_rounds() -> None:
+def test_a_model_larger_than_the_fleets_memory_is_planned_in_rounds() -> None:
     shape = named("opt-125m")
     small = replace(fleets.narrow(6, 1), memory_bytes=np.full(6, 4 * sum(s.params for s in sublayers_of(shape)) / 6))
     plan = plan_resident(small, shape, 8 * S, sequence=S)
@@ -107,7 +107,7 @@ def test_a_model_beyond_the_fleets_memory_goes_in_rounds() -> None:
     check(plan, small)
 
 
-def test_what_fits_nowhere_is_said_with_numbers() -> None:
+def test_a_model_that_fits_nowhere_is_refused_with_the_sizes() -> None:
     with pytest.raises(InfeasibleError, match="GB"):
         planned(replace(fleets.narrow(3, 1), memory_bytes=np.full(3, 1e6)))
 
@@ -119,7 +119,7 @@ def test_what_fits_nowhere_is_said_with_numbers() -> None:
         ("narrow", 4, Server(down_bytes_per_s=2e7, up_bytes_per_s=2e7, flops_per_s=1e9)),
     ],
 )
-def test_no_single_way_of_cutting_a_step_is_faster(kind: fleets.Kind, count: int, server: Server) -> None:
+def test_no_single_way_of_splitting_a_step_is_faster(kind: fleets.Kind, count: int, server: Server) -> None:
     fleet, shape, tokens = fleets.build(kind, count, 3), SHAPE, 4 * S
     chosen = choose_step(fleet, shape, tokens, sequence=S, server=server)
     case = Case(profiles=fleet, shape=shape, tokens=tokens, sequence=S, wire="bf16", server=server)
@@ -133,7 +133,7 @@ def test_no_single_way_of_cutting_a_step_is_faster(kind: fleets.Kind, count: int
     assert chosen.step_s >= chosen.bound_s
 
 
-def test_a_rival_that_wins_is_named() -> None:
+def test_a_rival_that_is_faster_is_named() -> None:
     fast = fleets.of(*(np.full(4, x) for x in (1e12, 1e9, 1e9, 0.5, 1e11)))
     chosen = choose_step(fast, SHAPE, 64 * S, sequence=S)
     assert chosen.plan is None
@@ -141,7 +141,7 @@ def test_a_rival_that_wins_is_named() -> None:
     assert chosen.step_s == chosen.rivals[0].step_s
 
 
-def test_joining_devices_never_slow_a_plan_that_stands() -> None:
+def test_joining_devices_never_slow_down_an_existing_plan() -> None:
     fleet = fleets.usual(20, 5)
     plan = planned(fleet.take(np.arange(12)))
     for count in (14, 17, 20):
@@ -151,13 +151,13 @@ def test_joining_devices_never_slow_a_plan_that_stands() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_devices_that_join_do_not_make_a_first_plan_much_slower(seed: int) -> None:
-    """The search is no exhaustive one: a few per cent are what its steps are worth."""
+def test_more_devices_do_not_make_a_first_plan_much_slower(seed: int) -> None:
+    """The search is not exhaustive; it may lose a few percent."""
     fleet = fleets.usual(24, seed)
     assert planned(fleet).step_s <= planned(fleet.take(np.arange(18))).step_s * 1.05
 
 
-def test_a_plan_is_made_again_without_a_device_that_left() -> None:
+def test_a_step_is_replanned_without_a_departed_device() -> None:
     fleet = fleets.usual(16, 6)
     plan = planned(fleet)
     gone = plan.stages[0].devices[0]
@@ -185,7 +185,7 @@ def test_a_narrower_wire_is_faster_and_a_server_cap_is_not() -> None:
     assert capped.limit == "server"
 
 
-def test_one_more_device_is_worth_the_more_the_better_it_is() -> None:
+def test_a_better_extra_device_saves_at_least_as_much_time() -> None:
     fleet = replace(fleets.usual(30, 8), device_class=())
     worth = list(worth_of_one_more(planned(fleet), fleet).values())
     assert len(worth) == 4

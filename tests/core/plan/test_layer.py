@@ -1,4 +1,4 @@
-"""Laws of a layer's plan: its blocks tile each gemm and fit where they go; rows are shared out as well as can be."""
+"""Laws of a layer's plan: its blocks tile each gemm and fit on their devices, and rows are shared optimally."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cleave.core.model.gemms import Gemm, Linear, Role
 from cleave.core.plan.gemm.layer import Block, LinearPlan, fill, fit, plan_linear
 from cleave.errors import InfeasibleError
 
-QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a fleet is (kind, count, seed): shrinking it says no more
+QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a fleet is (kind, count, seed): shrinking explains nothing
 ROLES: tuple[tuple[Role, ...], ...] = (
     ("forward", "grad_input", "grad_weight"),
     ("forward", "grad_input"),
@@ -38,13 +38,13 @@ def sides(block: Block) -> tuple[int, int, int]:
 
 
 def held_bytes(block: Block) -> int:
-    """Both operands and the result, as a device holds them."""
+    """Bytes of both operands and the result, as a device holds them."""
     rows, cols, inner = sides(block)
     return DEVICE_BYTES * (rows * inner + inner * cols + rows * cols)
 
 
 def tiles(blocks: tuple[Block, ...] | list[Block], whole: Block) -> bool:
-    """Every (row, column, inner) element in exactly one block, and no block without one."""
+    """Whether every (row, column, inner) element is in exactly one block, and no block is empty."""
 
     def ranges(of: tuple[tuple[int, int], ...]) -> Ints:
         return np.array(of, dtype=np.int64).reshape(-1, 2)
@@ -63,7 +63,7 @@ def tiles(blocks: tuple[Block, ...] | list[Block], whole: Block) -> bool:
 
 
 def check(plan: LinearPlan, linear: Linear, fleet: Profiles) -> None:
-    """Everything that holds of any plan, worked out anew from its blocks."""
+    """Check everything that holds for any plan, recomputed from its blocks."""
     assert tuple(plan.blocks) == tuple(plan.seconds) == linear.roles
     memory = dict(zip(fleet.names, fleet.memory_bytes.tolist(), strict=True))
     for role, gemm in linear.gemms.items():
@@ -78,7 +78,7 @@ def check(plan: LinearPlan, linear: Linear, fleet: Profiles) -> None:
 
 
 def check_rows(plan: LinearPlan, linear: Linear, memory: dict[str, float]) -> None:
-    """The same tokens meet the same device in every role; W, a partial dW and the tokens are there together."""
+    """Each device has the same tokens in every role, and W, a partial dW and the tokens fit together."""
     k, n = linear.in_width, linear.out_width
     seen: list[dict[str, tuple[int, int]]] = []
     for role, blocks in plan.blocks.items():
@@ -97,7 +97,7 @@ def test_any_plan_tiles_its_gemms_within_memory(fleet: Profiles, linear: Linear,
     try:
         plan = plan_linear(fleet, linear, wire)
     except InfeasibleError:
-        assert fleet.memory_bytes.max() < 1e5, "only the very small hold nothing"
+        assert fleet.memory_bytes.max() < 1e5, "only very small devices hold nothing"
         return
     check(plan, linear, fleet)
 
@@ -120,7 +120,7 @@ def test_plans_for_scarce_memory_fit_into_it(fleet: Profiles, linear: Linear, wi
 
 @settings(phases=QUICK, max_examples=2)
 @given(st.integers(2, 6), st.integers(0, 2**31), st.builds(Gemm, m=sizes, n=sizes, k=sizes))
-def test_a_product_far_larger_than_every_memory_is_cut_until_it_fits(count: int, seed: int, gemm: Gemm) -> None:
+def test_a_product_far_larger_than_any_memory_is_cut_until_it_fits(count: int, seed: int, gemm: Gemm) -> None:
     linear = Linear(tokens=gemm.m, in_width=gemm.k, out_width=gemm.n, roles=("forward",))
     whole = DEVICE_BYTES * (gemm.m * gemm.k + gemm.k * gemm.n + gemm.m * gemm.n)
     fleet = with_memory(fleets.wild(count, seed), np.full(count, max(whole / 12, 4096.0)))
@@ -129,10 +129,10 @@ def test_a_product_far_larger_than_every_memory_is_cut_until_it_fits(count: int,
 
 @settings(phases=QUICK, max_examples=4)
 @given(st.sampled_from(ROLES[:3]), st.lists(st.floats(2.0, 3.5), min_size=3, max_size=5))
-def test_rows_are_no_more_than_fit_beside_the_weights_and_their_gradient(
+def test_no_more_rows_than_fit_next_to_the_weights_and_their_gradient(
     roles: tuple[Role, ...], room: list[float]
 ) -> None:
-    """Memories of two to four times the weights, where one more token may be one too many."""
+    """Memory of two to four times the weights, where one more token may be too many."""
     linear = Linear(tokens=400, in_width=300, out_width=200, roles=roles)
     memory = np.array(room) * DEVICE_BYTES * linear.in_width * linear.out_width
     fleet = with_memory(alike(len(room), flops=1e11, down=1e9, up=1e9), memory)
@@ -147,8 +147,10 @@ loads = st.lists(st.tuples(st.floats(0.0, 20.0), rates, st.integers(0, 12)), min
 
 @settings(max_examples=80)
 @given(st.integers(1, 20), loads)
-def test_shares_are_as_good_as_any(rows: int, load: list[tuple[float, float, int]]) -> None:
-    """No way of sharing out whole rows ends sooner by more than one row of anybody."""
+def test_no_other_sharing_of_rows_ends_more_than_one_row_sooner(
+    rows: int, load: list[tuple[float, float, int]]
+) -> None:
+    """No split into whole rows ends sooner by more than one row of any device."""
     fixed, row, most = (np.array(column, dtype=np.float64) for column in zip(*load, strict=True))
     shares = fill(rows, fixed, row, most)
     if most.sum() < rows:
@@ -181,7 +183,7 @@ def test_shares_sum_to_the_rows_and_stay_within_limits(rows: int, count: int, se
     assert shares.sum() == rows
     assert (shares >= 0).all()
     assert (shares <= most).all()
-    # within one row each: whoever has work ends no later than anyone else with room would, two rows on
+    # within a row: a device with work ends no later than any other with room would with two more rows
     room = shares < most
     if room.any():
         used = shares > 0
@@ -233,7 +235,7 @@ def test_a_few_devices_on_fast_links_take_rows() -> None:
 
 
 def test_many_devices_on_slow_links_take_blocks() -> None:
-    """With rows each of them would receive all of W, and return all of dW."""
+    """With rows, each would receive all of W and return all of dW."""
     plan = plan_linear(alike(256, flops=1e12, down=12e6, up=3e6), LAYER, "bf16")
     assert plan.way == "blocks"
 

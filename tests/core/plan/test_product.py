@@ -1,4 +1,4 @@
-"""Laws of the plan of one gemm: what it covers, what it costs, how good it is, and that better fleets plan better."""
+"""Laws of the plan of one gemm: coverage, cost, quality, and that a better fleet gets a better plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cleave.core.model.gemms import Gemm
 from cleave.core.plan.gemm.product import SERVER, GemmPlan, Split, plan_gemm
 from cleave.errors import InfeasibleError
 
-QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a fleet is (kind, count, seed): shrinking it says no more
+QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a fleet is (kind, count, seed): shrinking explains nothing
 SPLITS: tuple[Split, ...] = ("auto", "2d", "3d")
 ROOMY: tuple[fleets.Kind, ...] = ("usual", "wild", "narrow", "twins", "mixed")
 wires, splits = st.sampled_from(fleets.WIRES), st.sampled_from(SPLITS)
@@ -26,7 +26,7 @@ tiny = st.integers(1, 6)
 
 
 def check(plan: GemmPlan, fleet: Profiles, server: Server) -> None:
-    """Everything that holds of any plan, worked out anew from its blocks."""
+    """Check everything that holds for any plan, recomputed from its blocks."""
     tiling, gemm = plan.tiling, plan.gemm
     unit = unit_costs(fleet, plan.wire, server)
     blocks = unit.take(tiling.device)
@@ -46,7 +46,7 @@ def check(plan: GemmPlan, fleet: Profiles, server: Server) -> None:
     total_s = 0.0
     for number in range(plan.rounds):
         now = tiling.round == number
-        assert len(np.unique(tiling.device[now])) == now.sum(), "a device has one block a round"
+        assert len(np.unique(tiling.device[now])) == now.sum(), "a device has one block per round"
         total_s += max(
             finish[now].max(),
             down[now].sum() / server.down_bytes_per_s,
@@ -58,7 +58,7 @@ def check(plan: GemmPlan, fleet: Profiles, server: Server) -> None:
     used = {plan.names[i] for i in tiling.device.tolist()}
     assert used.isdisjoint(plan.left_out)
     assert used | set(plan.left_out) == set(plan.names)
-    assert all(plan.left_out.values()), "whoever is left out is told why"
+    assert all(plan.left_out.values()), "every device left out has a reason"
 
 
 @settings(phases=QUICK, max_examples=40)
@@ -69,7 +69,7 @@ def test_any_plan_is_sound(fleet: Profiles, gemm: Gemm, wire: WireFormat, split:
 
 @settings(phases=QUICK, max_examples=20)
 @given(fleets.fleets(most=60), fleets.gemms(tiny), wires, splits, fleets.servers)
-def test_more_devices_than_elements_are_no_harm(
+def test_more_devices_than_elements_still_plan_soundly(
     fleet: Profiles, gemm: Gemm, wire: WireFormat, split: Split, server: Server
 ) -> None:
     check(plan_gemm(fleet, gemm, wire=wire, server=server, split=split), fleet, server)
@@ -77,7 +77,7 @@ def test_more_devices_than_elements_are_no_harm(
 
 @settings(phases=QUICK, max_examples=15)
 @given(fleets.fleets(most=1), fleets.gemms(), wires, splits)
-def test_one_device_does_it_all(fleet: Profiles, gemm: Gemm, wire: WireFormat, split: Split) -> None:
+def test_a_single_device_does_the_whole_gemm(fleet: Profiles, gemm: Gemm, wire: WireFormat, split: Split) -> None:
     plan = plan_gemm(fleet, gemm, wire=wire, split=split)
     check(plan, fleet, Server())
     if plan.rounds == 1:
@@ -130,10 +130,10 @@ def test_the_same_request_gives_the_same_plan(fleet: Profiles, gemm: Gemm, split
 
 @settings(phases=QUICK, max_examples=8)
 @given(fleets.fleets(most=25), fleets.gemms(), wires, splits, fleets.servers)
-def test_no_plan_is_faster_than_the_bounds(
+def test_no_plan_is_faster_than_its_bound(
     fleet: Profiles, gemm: Gemm, wire: WireFormat, split: Split, server: Server
 ) -> None:
-    """Memory aside, 3D bounds every plan and 2D every plan that keeps the inner dimension whole."""
+    """Ignoring memory, the 3D bound holds for every plan and the 2D bound for plans with a whole inner dimension."""
     plan = plan_gemm(fleet, gemm, wire=wire, split=split, server=server)
     unit = unit_costs(fleet, wire, server).with_boundless_memory()
     assert plan.makespan_s >= bound_3d(unit, gemm, server) * (1 - 1e-5)
@@ -162,7 +162,7 @@ def test_little_memory_forces_rounds(split: Split) -> None:
     splits,
     st.integers(0, 2**31),
 )
-def test_memory_of_kilobytes_still_covers_once(
+def test_with_kilobytes_of_memory_blocks_still_cover_the_output_once(
     count: int, log_memory: float, gemm: Gemm, wire: WireFormat, split: Split, seed: int
 ) -> None:
     fleet = fleets.wild(count, seed)
@@ -172,7 +172,7 @@ def test_memory_of_kilobytes_still_covers_once(
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_where_nothing_fits_the_error_says_what_would(split: Split) -> None:
+def test_the_error_when_nothing_fits_says_what_would(split: Split) -> None:
     with pytest.raises(InfeasibleError, match=r"no plan fits.* needs \d+ bytes.* offers 900 bytes; add"):
         plan_gemm(fleets.one(memory=900.0), Gemm(m=64, n=64, k=4096), split=split)
 
@@ -225,7 +225,7 @@ def test_3d_plans_come_close_to_the_bound(count: int, worst: float, seeds: int) 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_capped_plans_come_close_to_the_bound(seed: int) -> None:
-    """The cap is set where it binds: at a third of what the whole fleet would draw."""
+    """The cap is set where it binds: a third of the whole fleet's bandwidth."""
     fleet, gemm = (fleets.usual, sampled)[seed % 2](512, 9100 + seed), SHAPES[seed]
     free = plan_gemm(fleet, gemm, split="2d")
     server = Server(down_bytes_per_s=free.down_bytes.sum() / free.makespan_s / 3)
@@ -256,9 +256,9 @@ def scaled(fleet: Profiles, factors: Floats | float) -> Profiles:
 
 @settings(phases=QUICK, max_examples=8)
 @given(sense_fleets, sense_shapes, splits, st.integers(0, 2**31))
-def test_a_better_fleet_never_plans_slower(fleet: Profiles, gemm: Gemm, split: Split, seed: int) -> None:
+def test_a_better_fleet_never_gets_a_slower_plan(fleet: Profiles, gemm: Gemm, split: Split, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    few = rng.random((5, len(fleet))) < rng.random()  # from hardly any to all of the numbers
+    few = rng.random((5, len(fleet))) < rng.random()  # from hardly any to all of the values
     better = scaled(fleet, np.where(few, rng.uniform(1, 1.5, few.shape), 1.0))
     before, after = (plan_gemm(x, gemm, split=split).makespan_s for x in (fleet, better))
     assert after <= before * 1.01
@@ -266,7 +266,7 @@ def test_a_better_fleet_never_plans_slower(fleet: Profiles, gemm: Gemm, split: S
 
 @settings(phases=QUICK, max_examples=8)
 @given(sense_fleets, sense_shapes, splits)
-def test_one_more_device_never_plans_slower(fleet: Profiles, gemm: Gemm, split: Split) -> None:
+def test_one_more_device_never_gives_a_slower_plan(fleet: Profiles, gemm: Gemm, split: Split) -> None:
     fewer = fleet.take(np.arange(len(fleet) - 1))
     before, after = (plan_gemm(x, gemm, split=split).makespan_s for x in (fewer, fleet))
     assert after <= before * 1.01
@@ -274,8 +274,8 @@ def test_one_more_device_never_plans_slower(fleet: Profiles, gemm: Gemm, split: 
 
 @settings(phases=QUICK, max_examples=8)
 @given(sense_fleets, sense_shapes, splits, st.floats(1.5, 10))
-def test_time_scales_with_the_rates(fleet: Profiles, gemm: Gemm, split: Split, factor: float) -> None:
-    """All rates f times higher and all latencies f times lower: everything happens f times sooner."""
+def test_time_scales_inversely_with_the_rates(fleet: Profiles, gemm: Gemm, split: Split, factor: float) -> None:
+    """With all rates f times higher and all latencies f times lower, everything is f times faster."""
     faster = scaled(fleet, np.array([factor, factor, factor, factor, 1.0])[:, None])
     before, after = (plan_gemm(x, gemm, split=split).makespan_s for x in (fleet, faster))
     assert after * factor == pytest.approx(before, rel=0.01)

@@ -1,4 +1,4 @@
-"""Laws of doing a block again: it is covered exactly, by those who can hold it and end it soonest."""
+"""Laws of reassigning a block: it is covered exactly, by the devices that can hold it and finish it soonest."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from cleave.core.plan.gemm.layer import Block, Extent
 from cleave.core.plan.gemm.reassign import plan_redo
 from cleave.errors import InfeasibleError
 
-QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a fleet is (kind, count, seed): shrinking it says no more
+QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a fleet is (kind, count, seed): shrinking explains nothing
 ROOMY: tuple[fleets.Kind, ...] = ("usual", "wild", "narrow", "twins", "mixed")
 wires = st.sampled_from(fleets.WIRES)
 seeds = st.integers(0, 2**31)
 
 
 class Lost(NamedTuple):
-    """A block, and what is known of those who may take it."""
+    """A lost block, and what is known about the devices that may take it."""
 
     fleet: Profiles
     block: Extent
@@ -51,7 +51,7 @@ class Lost(NamedTuple):
         return m, n, k
 
     def taken_s(self, parts: list[Block]) -> float:
-        """When the last device is done, worked out anew: wait, fetch what is needed whole, then line by line."""
+        """Recompute when the last device is done: wait, fetch the operand needed whole, then go line by line."""
         m, n, k = self.size
         by_rows = all(part.cols == self.block.cols for part in parts)
         ends: list[float] = []
@@ -60,7 +60,7 @@ class Lost(NamedTuple):
                 ends.append(self.line_by_line_s(part.device, part.rows[1] - part.rows[0], n, k, self.holds_b))
             else:
                 ends.append(self.line_by_line_s(part.device, part.cols[1] - part.cols[0], m, k, self.holds_a))
-        if len(parts) == 1 and by_rows:  # all to one: it may be seen either way
+        if len(parts) == 1 and by_rows:  # a single device may go by rows or by columns
             ends = [min(ends[0], self.line_by_line_s(parts[0].device, n, m, k, self.holds_a))]
         return max(ends)
 
@@ -98,7 +98,7 @@ def losses(
 
 
 def check_tiles(lost: Lost, parts: list[Block]) -> None:
-    """Every element of the block in exactly one part, each part on someone who is there."""
+    """Check that every element of the block is in exactly one part, each on a connected device."""
     assert {part.device for part in parts} <= set(lost.fleet.names)
     columns = [np.array([part[axis] for part in parts]) for axis in (1, 2, 3)]
     assert all((column[:, 0] < column[:, 1]).all() for column in columns)
@@ -112,7 +112,7 @@ def held_bytes(part: Block) -> int:
 
 
 def lines_of(lost: Lost, parts: list[Block], number: int) -> int:
-    """Elements that fall to a device."""
+    """Number of elements assigned to a device."""
     return sum((p.rows[1] - p.rows[0]) * (p.cols[1] - p.cols[0]) for p in parts if p.device == lost.fleet.names[number])
 
 
@@ -127,7 +127,7 @@ def test_the_parts_tile_the_block_exactly(lost: Lost) -> None:
 
 @settings(phases=QUICK, max_examples=50)
 @given(losses(kinds=("cramped", "wild"), sizes=st.integers(1, 150)))
-def test_nobody_gets_more_than_fits_even_if_the_block_must_be_cut_all_over(lost: Lost) -> None:
+def test_no_device_gets_more_than_fits_even_when_the_block_must_be_cut_further(lost: Lost) -> None:
     try:
         parts = lost.redone()
     except InfeasibleError:
@@ -138,7 +138,7 @@ def test_nobody_gets_more_than_fits_even_if_the_block_must_be_cut_all_over(lost:
 
 @settings(phases=QUICK, max_examples=200)
 @given(losses(kinds=ROOMY))
-def test_it_ends_no_later_than_with_any_single_device(lost: Lost) -> None:
+def test_reassignment_ends_no_later_than_any_single_device_would(lost: Lost) -> None:
     m, n, k = lost.size
     room = lost.fleet.memory_bytes >= 4 * DEVICE_BYTES * (m * k + k * n + m * n)
     assume(room.any())
@@ -148,8 +148,8 @@ def test_it_ends_no_later_than_with_any_single_device(lost: Lost) -> None:
 
 @settings(phases=QUICK, max_examples=100)
 @given(losses(kinds=ROOMY))
-def test_no_other_whole_lines_would_end_sooner(lost: Lost) -> None:
-    """What all together could do in a little less time is less than the block, cut the same way."""
+def test_no_other_split_into_whole_lines_ends_sooner(lost: Lost) -> None:
+    """Split the same way, all devices together finish less than the block in slightly less time."""
     m, n, k = lost.size
     room = lost.fleet.memory_bytes >= 4 * DEVICE_BYTES * (m * k + k * n + m * n)
     assume(room.all())
@@ -168,7 +168,7 @@ def test_no_other_whole_lines_would_end_sooner(lost: Lost) -> None:
 
 @settings(phases=QUICK, max_examples=100)
 @given(losses(kinds=ROOMY), st.data())
-def test_knowing_that_someone_holds_an_operand_makes_it_no_later(lost: Lost, data: st.DataObject) -> None:
+def test_a_device_already_holding_an_operand_never_delays_the_result(lost: Lost, data: st.DataObject) -> None:
     device = data.draw(st.integers(0, len(lost.fleet) - 1))
     holds_b = lost.holds_b.copy()
     holds_b[device] = True
@@ -180,7 +180,7 @@ def test_knowing_that_someone_holds_an_operand_makes_it_no_later(lost: Lost, dat
         for part in more.redone()
         for across in (m, n)
     )
-    assert more.taken_s(more.redone()) <= lost.taken_s(lost.redone()) + slowest_line_s, "but for a line of rounding"
+    assert more.taken_s(more.redone()) <= lost.taken_s(lost.redone()) + slowest_line_s, "up to one line of rounding"
 
 
 # ------------------------------------------------------------------------------------------------ equal devices
@@ -190,7 +190,7 @@ TWINS = ("twins",)
 
 @settings(phases=QUICK, max_examples=60)
 @given(losses(kinds=TWINS))
-def test_of_equal_devices_holders_get_at_least_as_much(lost: Lost) -> None:
+def test_among_equal_devices_holders_get_at_least_as_much(lost: Lost) -> None:
     lost = lost._replace(backlog_s=np.zeros(len(lost.fleet)))
     parts = lost.redone()
     by_rows = all(part.cols == lost.block.cols for part in parts)
@@ -204,7 +204,7 @@ def test_of_equal_devices_holders_get_at_least_as_much(lost: Lost) -> None:
 
 @settings(phases=QUICK, max_examples=60)
 @given(losses(kinds=TWINS))
-def test_of_equal_devices_the_busier_get_no_more(lost: Lost) -> None:
+def test_among_equal_devices_busier_ones_get_no_more(lost: Lost) -> None:
     nobody = np.zeros(len(lost.fleet), dtype=np.bool_)
     lost = lost._replace(holds_a=nobody, holds_b=nobody)
     parts = lost.redone()
@@ -231,13 +231,13 @@ def example(count: int, block: tuple[int, int, int], **known: list[float]) -> Lo
     )
 
 
-def test_who_holds_the_large_operand_takes_it_all() -> None:
-    """A few rows through a large W: the three others would need longer to fetch W than one takes for all."""
+def test_the_holder_of_the_large_operand_takes_the_whole_block() -> None:
+    """A few rows through a large W: fetching W takes the other three longer than the holder needs for everything."""
     lost = example(4, (16, 2048, 2048), holds_b=[0, 0, 1, 0])
     assert lost.redone() == [lost.given_to(2)]
 
 
-def test_who_hold_the_rows_divide_the_columns() -> None:
+def test_devices_that_hold_the_rows_divide_the_columns() -> None:
     lost = example(4, (2048, 16, 2048), holds_a=[1, 0, 1, 0])
     assert lost.redone() == [
         lost.given_to(0)._replace(cols=(7, 15)),
@@ -245,18 +245,18 @@ def test_who_hold_the_rows_divide_the_columns() -> None:
     ]
 
 
-def test_equals_share_equally() -> None:
+def test_equal_devices_share_the_block_equally() -> None:
     lost = example(4, (400, 64, 64))
     assert [part.rows for part in lost.redone()] == [(5, 105), (105, 205), (205, 305), (305, 405)]
 
 
-def test_who_is_busy_for_long_gets_nothing_and_who_is_busy_for_a_while_gets_less() -> None:
+def test_a_briefly_busy_device_gets_less_and_a_long_busy_one_nothing() -> None:
     lost = example(3, (4000, 64, 64), backlog_s=[0.0, 0.05, 1000.0])
     share = [lines_of(lost, lost.redone(), device) for device in range(3)]
     assert share[0] > share[1] > 0 == share[2]
 
 
-def test_a_busy_holder_is_passed_over_where_fetching_is_sooner() -> None:
+def test_a_busy_holder_is_passed_over_when_fetching_is_faster() -> None:
     lost = example(2, (16, 256, 256), holds_b=[1, 0], backlog_s=[100.0, 0.0])
     assert {part.device for part in lost.redone()} == {lost.fleet.names[1]}
 
@@ -267,7 +267,7 @@ def test_a_single_element_is_done_by_one_device() -> None:
 
 
 def test_many_slow_devices_beside_a_fast_one_do_not_delay_it() -> None:
-    """Each could do a tenth of a line while the fast one does all: what rounding leaves over is for that one."""
+    """Each could do a tenth of a line while the fast one does everything, so it gets the rounding remainder."""
     count, side = 41, 100
     flops = np.full(count, 1e12 / 1000)
     flops[0] = 1e12
@@ -278,7 +278,7 @@ def test_many_slow_devices_beside_a_fast_one_do_not_delay_it() -> None:
     assert lost.taken_s(lost.redone()) <= lost.taken_s([lost.given_to(0)]) * (1 + 1e-9)
 
 
-def test_where_no_device_holds_even_the_smallest_block_it_says_so() -> None:
+def test_reassigning_is_infeasible_when_no_device_holds_even_the_smallest_block() -> None:
     tiny = fleets.one(memory=4.0)
     lost = example(1, (4, 4, 4))._replace(fleet=tiny)
     with pytest.raises(InfeasibleError):

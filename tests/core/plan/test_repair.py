@@ -1,4 +1,4 @@
-"""Laws of a repair: it covers what was lost, exactly, on devices that are there and can hold it."""
+"""Laws of a repair: it covers the lost blocks exactly, on connected devices that can hold them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cleave.core.plan.gemm.repair import Repair, repair
 from cleave.core.plan.gemm.tiling import COLS
 from cleave.errors import InfeasibleError, InputError
 
-QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a fleet is (kind, count, seed): shrinking it says no more
+QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a fleet is (kind, count, seed): shrinking explains nothing
 wires = st.sampled_from(fleets.WIRES)
 splits: st.SearchStrategy[Split] = st.sampled_from(["auto", "2d", "3d"])
 ROOMY: tuple[fleets.Kind, ...] = ("usual", "wild", "narrow", "twins", "mixed")
@@ -26,7 +26,7 @@ seeds = st.integers(0, 2**31)
 
 
 def check(mended: Repair, plan: GemmPlan, lost: set[str], now: Profiles, server: Server) -> None:
-    """Everything that holds of any repair, worked out anew from its blocks."""
+    """Check everything that holds for any repair, recomputed from its blocks."""
     names = np.array(plan.names)
     missing = plan.tiling.take(np.flatnonzero(np.isin(names[plan.tiling.device], list(lost))))
     blocks = mended.blocks
@@ -42,13 +42,13 @@ def check(mended: Repair, plan: GemmPlan, lost: set[str], now: Profiles, server:
     assert mended.by_mates in (0, len(missing))
     busy_s = [recomputed_s(mended, now, plan.wire, server, wave) for wave in np.unique(blocks.round)]
     assert 0 < mended.recovery_s < np.inf
-    # At least what its busiest device needs; at most wave after wave, each until its last device is done.
+    # At least the time of the busiest device; at most the sum over waves of each wave's slowest device.
     assert np.sum(busy_s, axis=0).max() <= mended.recovery_s * 1.03
     assert mended.recovery_s <= sum(wave_s.max() for wave_s in busy_s) * 1.03
 
 
 def recomputed_s(mended: Repair, now: Profiles, wire: WireFormat, server: Server, wave: int) -> Floats:
-    """Seconds of each device in a wave: mates stream lines of their strip, others receive blocks as in any plan."""
+    """Seconds per device in a wave: mates stream lines of their strip, others receive blocks as in any plan."""
     unit = unit_costs(now, wire, server)
     blocks = mended.blocks.take(np.flatnonzero(mended.blocks.round == wave))
     one = unit.take(blocks.device)
@@ -98,8 +98,10 @@ def test_any_repair_is_sound(fleet: Profiles, gemm: Gemm, wire: WireFormat, spli
 
 @settings(phases=QUICK, max_examples=40)
 @given(st.integers(4, 50), st.floats(0.5, 3.0), seeds, st.data())
-def test_latencies_of_any_spread_are_no_harm(count: int, spread: float, seed: int, data: st.DataObject) -> None:
-    """Mates whose latency exceeds the recovery take nothing; there may be many of them, at every scale."""
+def test_repairs_stay_sound_for_any_spread_of_latencies(
+    count: int, spread: float, seed: int, data: st.DataObject
+) -> None:
+    """Mates whose latency exceeds the recovery time take nothing; there may be many, on every scale."""
     rng = np.random.default_rng(seed)
     fast, memory = np.full(count, 1e8), np.full(count, 4e9)
     flops = np.full(count, 1e12)
@@ -149,7 +151,7 @@ def test_mates_that_help_in_several_rounds_need_the_sum_of_their_times() -> None
 
 @settings(phases=QUICK, max_examples=12)
 @given(st.integers(2, 12), seeds, splits, st.integers(1, 11))
-def test_cramped_plans_in_rounds_are_mended_too(count: int, seed: int, split: Split, losses: int) -> None:
+def test_plans_in_rounds_on_little_memory_are_repaired_too(count: int, seed: int, split: Split, losses: int) -> None:
     fleet = fleets.usual(count, seed)
     small = fleets.of(
         fleet.flops_per_s, fleet.down_bytes_per_s, fleet.up_bytes_per_s, fleet.latency_s, np.full(count, 2e6)
@@ -161,7 +163,7 @@ def test_cramped_plans_in_rounds_are_mended_too(count: int, seed: int, split: Sp
 
 @settings(phases=QUICK, max_examples=8)
 @given(fleets.fleets(least=2, most=12, kinds=ROOMY), fleets.gemms(), splits, seeds)
-def test_the_server_can_help_and_joiners_too(fleet: Profiles, gemm: Gemm, split: Split, seed: int) -> None:
+def test_the_server_and_new_devices_can_help_repair(fleet: Profiles, gemm: Gemm, split: Split, seed: int) -> None:
     server = Server(flops_per_s=1e12)
     plan = plan_gemm(fleet, gemm, split=split, server=server)
     lost = some(fleet.names, len(fleet) - 1, seed)
@@ -171,7 +173,7 @@ def test_the_server_can_help_and_joiners_too(fleet: Profiles, gemm: Gemm, split:
     check(mended, plan, lost, now, server)
 
 
-def test_joiners_alone_can_take_over() -> None:
+def test_new_devices_alone_can_take_over() -> None:
     fleet = fleets.usual(4, 1)
     plan = plan_gemm(fleet, Gemm(m=500, n=400, k=300))
     gone = set(fleet.names)
@@ -182,7 +184,7 @@ def test_joiners_alone_can_take_over() -> None:
 
 
 def test_lost_blocks_larger_than_any_survivor_are_cut() -> None:
-    """The survivor could do the whole gemm in rounds, so it can do a part of it."""
+    """The survivor could do the whole gemm in rounds, so it can do part of it."""
     rates = np.array([1e8, 1e8, 1e6])
     fleet = fleets.of(np.full(3, 1e12), rates, rates, np.full(3, 0.02), np.array([1e9, 1e9, 3e6]))
     gemm = Gemm(m=2000, n=2000, k=512)
@@ -191,13 +193,13 @@ def test_lost_blocks_larger_than_any_survivor_are_cut() -> None:
     check(repair(plan, fleet, {"d0", "d1"}), plan, {"d0", "d1"}, fleet, Server())
 
 
-def test_nobody_lost_nothing_to_do() -> None:
+def test_a_repair_without_losses_is_empty() -> None:
     fleet = fleets.usual(5, 1)
     mended = repair(plan_gemm(fleet, Gemm(m=90, n=80, k=70)), fleet, ())
     assert (len(mended.blocks), mended.recovery_s, mended.lost_blocks, mended.by_mates) == (0, 0.0, 0, 0)
 
 
-def test_a_device_that_had_no_block_is_not_missed() -> None:
+def test_losing_a_device_without_blocks_needs_no_repair() -> None:
     fleet = fleets.usual(30, 1)
     plan = plan_gemm(fleet, Gemm(m=2, n=2, k=2), split="2d")
     idle = set(plan.left_out)
@@ -205,7 +207,7 @@ def test_a_device_that_had_no_block_is_not_missed() -> None:
     assert len(repair(plan, fleet, idle).blocks) == 0
 
 
-def test_a_device_absent_from_the_profiles_is_lost() -> None:
+def test_a_device_absent_from_the_profiles_counts_as_lost() -> None:
     fleet = fleets.usual(5, 1)
     plan = plan_gemm(fleet, Gemm(m=900, n=800, k=70), split="2d")
     lost = {plan.names[plan.tiling.device[0]]}
@@ -213,14 +215,14 @@ def test_a_device_absent_from_the_profiles_is_lost() -> None:
     check(repair(plan, now, ()), plan, lost, now, Server())
 
 
-def test_all_lost_is_infeasible() -> None:
+def test_losing_every_device_is_infeasible() -> None:
     fleet = fleets.usual(5, 1)
     plan = plan_gemm(fleet, Gemm(m=90, n=80, k=70))
     with pytest.raises(InfeasibleError, match=r"no device is left .*; wait"):
         repair(plan, fleet, fleet.names)
 
 
-def test_a_name_that_is_not_in_the_plan_is_an_input_error() -> None:
+def test_a_lost_name_that_is_not_in_the_plan_is_an_input_error() -> None:
     fleet = fleets.usual(5, 1)
     plan = plan_gemm(fleet, Gemm(m=90, n=80, k=70))
     with pytest.raises(InputError, match="nobody"):

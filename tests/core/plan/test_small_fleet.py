@@ -1,4 +1,4 @@
-"""Laws of columns for few devices: what they cover and hold, what they become, and that they stay put."""
+"""Laws of column plans for few devices: coverage, memory, the arrangement chosen, and stability."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def planned(
 
 
 def check(plan: ResidentPlan, fleet: Profiles, sublayers: tuple[Sublayer, ...], sequences: int) -> None:
-    """Everything that holds of any plan, worked out anew from its stages."""
+    """Check everything that holds for any plan, recomputed from its stages."""
     ends = [0]
     for stage in plan.stages:
         assert stage.first == ends[-1]
@@ -89,7 +89,7 @@ def check(plan: ResidentPlan, fleet: Profiles, sublayers: tuple[Sublayer, ...], 
         held = shard_costs(of, *shard, chunk=plan.chunk)
         for shard, holdings in stage.columns:
             assert (shard.first, shard.count, shard.of) == (stage.first, stage.count, len(stage.columns))
-            assert sum(one.sequences for one in holdings) == pytest.approx(sequences), "each row once"
+            assert sum(one.sequences for one in holdings) == pytest.approx(sequences), "each row is covered once"
             assert all(one.sequences > 0 for one in holdings)
             assert all(held.memory_bytes[0] <= memory[one.device] for one in holdings)
             if held.takes_sequences[0]:
@@ -118,7 +118,7 @@ def test_any_plan_is_sound(
 
 @settings(phases=QUICK, max_examples=15)
 @given(some_fleets, st.integers(1, 3), st.integers(1, 12))
-def test_no_device_alone_and_no_data_parallel_is_faster(fleet: Profiles, layers: int, sequences: int) -> None:
+def test_neither_a_single_device_nor_data_parallelism_is_faster(fleet: Profiles, layers: int, sequences: int) -> None:
     sublayers = model(layers)
     problem = Problem(
         sums=sum_up(sublayers, hidden=H, sequence=S, terms=live_terms("bf16")),
@@ -159,7 +159,7 @@ def test_devices_of_one_machine_are_no_faster_than_its_cores() -> None:
     assert of(1.0).step_s > 3 * of(inf).step_s
 
 
-def test_where_memory_holds_few_sequences_at_once_they_go_in_turn() -> None:
+def test_when_memory_holds_few_sequences_they_take_turns() -> None:
     layers = sum_up(model(4, trained=False), hidden=H, sequence=S, terms=live_terms("bf16"))
     least = shard_costs(layers, np.array([0, 4]), np.array([4, 5]), np.array([1, 1]), chunk=64).memory_bytes.max()
 
@@ -181,7 +181,7 @@ def test_where_memory_holds_few_sequences_at_once_they_go_in_turn() -> None:
     assert tight.step_s > 1.2 * roomy.step_s
 
 
-def test_frozen_weights_do_not_travel_so_rows_are_shared_even_on_a_slow_medium() -> None:
+def test_with_frozen_weights_rows_are_shared_even_on_a_slow_medium() -> None:
     plan = planned(equal(4), model(12, trained=False), sequences=64, medium=1e7)
     assert len(plan.stages) == 1
     assert len(plan.stages[0].devices) == 4
@@ -203,21 +203,21 @@ def test_a_sublayer_too_large_for_one_device_is_sliced() -> None:
     check(plan, fleet, sublayers, 16)
 
 
-def test_what_fits_nowhere_is_said_with_numbers() -> None:
+def test_a_model_that_fits_nowhere_is_refused_with_the_sizes() -> None:
     with pytest.raises(InfeasibleError, match=r"GB.*add devices or memory"):
         planned(equal(2, memory=2e7), model(8))
     with pytest.raises(InputError, match="sublayers"):
         planned(equal(2), ())
 
 
-def test_many_devices_are_planned_too() -> None:
+def test_plans_for_many_devices_are_sound() -> None:
     fleet, sublayers = fleets.usual(40, 2), model(6)
     plan = planned(fleet, sublayers, sequences=32)
     check(plan, fleet, sublayers, 32)
     assert plan.step_s <= planned(fleet.take(np.arange(4)), sublayers, sequences=32).step_s
 
 
-def test_a_plan_that_stands_is_kept_while_rates_wander() -> None:
+def test_an_existing_plan_is_kept_while_rates_drift() -> None:
     fleet = fleets.usual(6, 3)
     sublayers = model(6)
     first = planned(fleet, sublayers)
@@ -229,13 +229,13 @@ def test_a_plan_that_stands_is_kept_while_rates_wander() -> None:
         assert [stage.devices for stage in plan.stages] == holders
 
 
-def test_a_plan_that_stands_is_left_when_a_much_faster_one_exists() -> None:
+def test_an_existing_plan_is_replaced_by_a_much_faster_one() -> None:
     fleet, sublayers = equal(4, link=1e9), model(4)
     alone = planned(equal(1, link=1e9), sublayers)
     assert len(planned(fleet, sublayers, previous=alone).stages[0].devices) == 4
 
 
-def test_a_previous_plan_of_another_model_or_of_devices_gone_is_ignored() -> None:
+def test_a_previous_plan_for_another_model_or_departed_devices_is_ignored() -> None:
     four = planned(equal(4), model(4))
     assert planned(equal(2), model(4), previous=four) == planned(equal(2), model(4))
     assert planned(equal(4), model(5), previous=four) == planned(equal(4), model(5))

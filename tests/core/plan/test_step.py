@@ -1,4 +1,4 @@
-"""Laws of the plan of a step: all of its gemms, each as often as it occurs, equal shapes planned once."""
+"""Laws of the plan of a step: all of its gemms, each as often as it occurs, with equal shapes planned once."""
 
 from __future__ import annotations
 
@@ -47,13 +47,13 @@ def test_a_step_is_the_sum_of_its_gemms(
     assert step.bound_s <= step.step_s * (1 + 1e-6)
 
 
-def test_equal_shapes_share_one_plan_and_others_do_not() -> None:
+def test_only_equal_shapes_share_a_plan() -> None:
     step = plan_step(fleets.usual(8, 5), named("opt-1.3b"), 512, sequence=256, split="2d")
     plans = {id(segment.plan): segment.what.gemm for segment in step.segments}
     assert len(plans) == len({segment.what.gemm for segment in step.segments}) < len(step.segments)
 
 
-def test_each_gemm_is_planned_as_it_would_be_alone() -> None:
+def test_each_gemm_is_planned_as_it_would_be_on_its_own() -> None:
     fleet, server = fleets.usual(6, 5), Server(down_bytes_per_s=2e7, flops_per_s=1e11)
     step = plan_step(fleet, named("opt-1.3b"), 512, sequence=256, wire="int8", server=server, split="2d")
     for segment in step.segments[:3]:
@@ -61,7 +61,7 @@ def test_each_gemm_is_planned_as_it_would_be_alone() -> None:
         assert segment.plan.makespan_s == alone.makespan_s
 
 
-def test_grouping_never_lengthens_a_step() -> None:
+def test_grouping_gemms_never_lengthens_a_step() -> None:
     fleet = fleets.usual(24, 5)
 
     def planned(grouped: bool) -> StepPlan:

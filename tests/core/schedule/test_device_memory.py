@@ -1,4 +1,4 @@
-"""Laws of device memory: it never exceeds its limit, never drops pinned operands, and knows what it lacks."""
+"""Laws of device memory: it never exceeds its limit, never drops pinned operands, and knows what is missing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def memory_of(memory_bytes: int, holders: Holders | None = None) -> DeviceMemory
 
 
 class DeviceMemoryMachine(RuleBasedStateMachine):
-    """A memory beside a model of it: the held operands, least recently used first, and the running tasks."""
+    """A memory next to a model of it: the held operands, least recently used first, and the running tasks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class DeviceMemoryMachine(RuleBasedStateMachine):
     @initialize(memory_bytes=st.integers(0, 80))
     def a_device_joins(self, memory_bytes: int) -> None:
         self.memory = memory_of(memory_bytes, self.holders)
-        self.holders.add(OPERANDS[0].id, BOB)  # holds it all the time
+        self.holders.add(OPERANDS[0].id, BOB)  # holds it throughout
 
     @rule(operands=some_operands, result_bytes=st.integers(0, 12))
     def a_task_is_placed(self, operands: list[Operand], result_bytes: int) -> None:
@@ -72,13 +72,13 @@ class DeviceMemoryMachine(RuleBasedStateMachine):
         pinned_bytes = sum(SIZES[operand] for operand in self.pinned | ids)
         fits = pinned_bytes + sum(t.result_bytes for t in [*self.tasks, new]) <= self.memory.memory_bytes
         dropped = self.memory.place(new)
-        assert (dropped is not None) == fits, "whatever is not pinned can be evicted"
+        assert (dropped is not None) == fits, "all unpinned operands can be evicted"
         if dropped is None:
             return
         assert self.memory.can_ever_fit(new)
         assert (self.pinned | ids).isdisjoint(dropped)
         idle = [operand for operand in self.held if operand not in self.pinned | ids]
-        assert list(dropped) == idle[: len(dropped)], "the least recently used are evicted"
+        assert list(dropped) == idle[: len(dropped)], "the least recently used operands are evicted"
         if dropped:
             before = self.used_bytes + sum(operand.bytes for operand in lacking) + result_bytes
             short = before - sum(SIZES[operand] for operand in dropped[:-1])
@@ -118,7 +118,7 @@ class DeviceMemoryMachine(RuleBasedStateMachine):
         self.forget(ids - self.pinned)
 
     def forget(self, operands: Iterable[OperandId]) -> None:
-        """Drop these, and absent operands that no task pins any more."""
+        """Drop these, and absent operands that no task pins anymore."""
         gone = {*operands, *(self.absent - self.pinned)}
         self.held = [operand for operand in self.held if operand not in gone]
         self.absent -= gone
@@ -158,7 +158,7 @@ def test_without_room_nothing_changes() -> None:
     assert memory.place(one) == ()
     assert memory.place(task(2, Operand(id=OperandId(3), bytes=20))) is None
     memory.check([one])
-    assert X.id in memory, "what would not have helped is not evicted"
+    assert X.id in memory, "nothing is evicted in vain"
 
 
 def test_operands_of_the_new_task_are_not_evicted_for_it() -> None:
@@ -207,7 +207,7 @@ def test_a_made_operand_is_never_sent() -> None:
     memory = memory_of(100)
     assert memory.missing(task(1, MADE, X)) == (X,)
     memory.place(task(1, MADE, X))
-    assert memory.used_bytes == 22, "but takes memory"
+    assert memory.used_bytes == 22, "but it takes memory"
 
 
 def test_a_made_operand_is_not_evicted() -> None:
@@ -219,7 +219,7 @@ def test_a_made_operand_is_not_evicted() -> None:
     assert memory.place(task(2, W)) is None
     assert memory.place(task(3, X)) == ()
     memory.unplace(task(3, X))
-    assert memory.place(task(4, Operand(id=OperandId(4), bytes=18))) == (X.id,), "a sent operand is"
+    assert memory.place(task(4, Operand(id=OperandId(4), bytes=18))) == (X.id,), "a sent operand is evicted"
     memory.check([task(4, Operand(id=OperandId(4), bytes=18))])
 
 

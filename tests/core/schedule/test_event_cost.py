@@ -1,4 +1,4 @@
-"""The work of an event grows at most as the logarithm of the fleet: counted in bytecodes, not in seconds."""
+"""The work per event grows at most logarithmically with the fleet, counted in bytecodes, not in seconds."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def unit(number: int, on: int, *operands: Operand) -> Task:
 
 
 def busy_ledger(devices: int) -> Ledger:
-    """All devices run two tasks; the first is faster and so is late first."""
+    """A ledger whose devices all run two tasks; the first device is faster, so it is late first."""
     ledger = Ledger()
     for number in range(devices):
         ledger.handle(DeviceAdded(device(number), 1000, PACE), 0.0)
@@ -149,7 +149,7 @@ def test_the_least_busy_devices_are_found_without_visiting_the_others(limit: int
 
 
 def crowded_roster(devices: int) -> Roster:
-    """All devices want the same name; the planner has seen them."""
+    """A roster whose devices all want the same name, after a first snapshot for the planner."""
     roster = Roster()
     for _ in range(devices):
         _join(roster)

@@ -1,7 +1,7 @@
-"""Laws of the ledger: each element is accepted once, nothing is lost, nothing held is sent again, memory suffices.
+"""Laws of the ledger: elements are accepted once, nothing is lost, held operands are not resent, memory suffices.
 
-A twin replays the ledger's commands as devices would see them; the machine below does with orphans, hedges and
-deadlines what a server might do, well or badly.
+A twin replays the ledger's commands as devices would see them; the state machine below handles orphans, hedges and
+deadlines as a server might, well or badly.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return commands
 
     def note_moved_tasks(self) -> None:
-        """Notice when a late device's waiting tasks moved; those that others cover entirely do so without a command."""
+        """Notice when a late device's waiting tasks moved; tasks that others cover entirely move without a command."""
         for name, stay in self.twin.stays.items():
             if stay.is_late and self.ledger.unfinished(name) == len(stay.running):
                 stay.waiting = []

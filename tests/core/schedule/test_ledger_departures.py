@@ -130,7 +130,7 @@ def test_a_failed_task_is_orphaned_and_its_device_continues() -> None:
     assert server.result(two) == [taken(two)]
 
 
-def test_a_message_about_a_cancelled_task_is_late_but_no_fault() -> None:
+def test_a_message_about_a_cancelled_task_is_late_but_not_a_fault() -> None:
     server = Server(ann=100)
     server.submit(one := task(1, X), task(2, X))
     server.tell(GroupsAbandoned((one.group,)))

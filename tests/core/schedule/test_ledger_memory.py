@@ -141,12 +141,12 @@ def test_an_unsent_operand_is_not_sent_again_for_cancelled_tasks() -> None:
 # ------------------------------------------------------------------------------------------------ made operands
 
 
-def test_an_operand_that_a_device_makes_is_not_sent() -> None:
+def test_an_operand_made_on_the_device_is_not_sent() -> None:
     server = Server(ann=100)
     assert server.submit(one := task(1, X, MADE, is_bound=True)) == [Start(one, (X.id,))]
 
 
-def test_a_task_that_waits_for_the_memory_of_a_made_operand_starts_when_it_is_released() -> None:
+def test_a_task_waiting_for_a_made_operands_memory_starts_on_its_release() -> None:
     server = Server(ann=100)
     first, second = task(1, X, MADE, is_bound=True), task(2, operand(3, 40), is_bound=True)
     server.submit(first, second)
@@ -155,7 +155,7 @@ def test_a_task_that_waits_for_the_memory_of_a_made_operand_starts_when_it_is_re
     assert Start(second, (OperandId(3),)) in server.tell(OperandsReleased((MADE.id,)))
 
 
-def test_a_later_task_that_fits_starts_if_the_first_waits_for_memory_that_only_later_ones_can_free() -> None:
+def test_a_later_task_that_fits_starts_when_only_later_tasks_can_free_the_firsts_memory() -> None:
     """Such as the task that reads an accumulator, queued behind units that need another accumulator."""
     server = Server(ann=100)
     server.submit(first := task(1, X, MADE, is_bound=True))

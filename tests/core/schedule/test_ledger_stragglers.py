@@ -62,16 +62,16 @@ def test_a_late_device_loses_its_waiting_tasks_and_keeps_its_running_ones() -> N
     assert server.ledger.unfinished(ANN) == 1
 
 
-def test_a_late_device_is_back_with_its_result_not_with_its_heartbeat() -> None:
+def test_a_late_device_recovers_with_its_result_not_with_a_heartbeat() -> None:
     server = Server(ann=100, bob=100)
     server.submit(slow := task(1, X))
     server.wait(1.0)
     assert server.tell(DeviceAnswered(ANN)) == [], "a heartbeat is not the result"
     assert server.result(slow) == [taken(slow), Back(ANN)]
-    assert server.tell(DeviceAnswered(ANN)) == [], "once"
+    assert server.tell(DeviceAnswered(ANN)) == [], "reported once"
 
 
-def test_a_late_device_whose_late_task_was_cancelled_is_back_with_its_next_heartbeat() -> None:
+def test_a_late_device_whose_task_was_cancelled_recovers_with_its_next_heartbeat() -> None:
     quick = task(2, X, device=BOB, of=1)
     server, slow = hedged(quick)
     server.result(quick)
@@ -110,7 +110,7 @@ def test_no_device_is_late_because_the_server_stalled(stall_s: float) -> None:
 
 
 @pytest.mark.parametrize("stall_s", [1.0, 1e5])
-def test_tasks_that_start_after_a_stall_are_given_no_extra_time_for_it(stall_s: float) -> None:
+def test_tasks_that_start_after_a_stall_get_no_extra_time_for_it(stall_s: float) -> None:
     """Even if events are handled before the tick that ends the stall."""
     server = Server(ann=100, bob=100)
     server.submit(task(1, X, device=BOB, seconds=1e4))
@@ -166,7 +166,7 @@ def test_refused_results_and_heartbeats_do_not_extend_the_deadline() -> None:
     assert isinstance(server.wait(0.2 * DEADLINE_S)[-1], Overdue)
 
 
-def test_a_less_urgent_task_is_given_the_time_of_more_urgent_ones() -> None:
+def test_a_less_urgent_task_is_also_allowed_the_time_of_more_urgent_ones() -> None:
     server = Server(ann=100, bob=100)
     server.submit(task(1, X, priority=2))
     server.submit(urgent := task(2, X, priority=1, seconds=5.0))
@@ -183,7 +183,7 @@ def test_a_late_device_keeps_its_tasks_until_a_healthy_one_joins() -> None:
     assert server.wait(1.0) == []
     assert server.ledger.unfinished(ANN) == 2
     server.tell(DeviceAdded(BOB, 100, QUICK))
-    assert server.wait(0.1) == [Orphan(waiting, (WHOLE,), True), Hedge(running, (WHOLE,))], "now that bob can take them"
+    assert server.wait(0.1) == [Orphan(waiting, (WHOLE,), True), Hedge(running, (WHOLE,))], "bob can take them now"
 
 
 def test_nothing_moves_while_all_devices_are_late() -> None:
@@ -193,7 +193,7 @@ def test_nothing_moves_while_all_devices_are_late() -> None:
     assert server.wait(3.0) == []
 
 
-def test_once_a_device_is_back_it_takes_work_from_those_still_late() -> None:
+def test_a_device_that_recovers_takes_work_from_those_still_late() -> None:
     server = Server(ann=100, bob=100)
     server.submit(slow := task(1, X), other := task(2, X, device=BOB))
     server.wait(1.0)
@@ -209,7 +209,7 @@ def test_tasks_submitted_to_a_late_device_are_handed_back_at_the_next_tick() -> 
     assert server.wait(TICK_S) == [Orphan(waiting, (WHOLE,), True)]
 
 
-def test_the_late_devices_are_known() -> None:
+def test_the_set_of_late_devices_stays_up_to_date() -> None:
     server = Server(ann=100, bob=100)
     late = server.ledger.late
     server.submit(slow := task(1, X))
@@ -246,7 +246,7 @@ def test_a_result_in_too_many_scattered_pieces_is_refused() -> None:
     ledger.check()
 
 
-def test_a_device_whose_bytes_move_is_given_more_time() -> None:
+def test_a_device_whose_bytes_keep_moving_gets_more_time() -> None:
     ledger = Ledger()
     task = Task(id=TaskId(1), device=ANN, priority=0, operands=(), rows=4, cols=1, result_bytes=0)
     ledger.handle(DeviceAdded(ANN, 10, PACE), 0.0)
@@ -262,7 +262,7 @@ def test_a_device_whose_bytes_move_is_given_more_time() -> None:
 
 
 def hedged(*pieces: Task, seconds: float = 0.0) -> tuple[Server, Task]:
-    """A server where ann is late with the returned task, and the others run these hedges of it."""
+    """A server, the task ann is late with, and the hedges of it that the others run."""
     server = Server(ann=100, bob=100, eve=100)
     server.submit(slow := task(1, X, seconds=seconds))
     assert server.wait(LATE_S + 5 * (seconds + 0.01)) == [Late(ANN), Hedge(slow, (WHOLE,))]
@@ -301,14 +301,14 @@ def test_a_part_that_another_device_returned_first_is_refused_without_blame() ->
     assert server.result(slow, BOTTOM) == [taken(slow, BOTTOM), Back(ANN)]
 
 
-def test_a_straggler_whose_remaining_part_came_from_others_is_cancelled() -> None:
+def test_a_straggler_is_cancelled_once_others_returned_its_remaining_part() -> None:
     quick = task(2, X, device=BOB, of=1, at=BOTTOM)
     server, slow = hedged(quick)
     server.result(slow, TOP)
     assert server.result(quick) == [taken(quick, quick.whole), Cancel(slow)]
 
 
-def test_when_the_hedges_device_leaves_the_straggler_goes_on() -> None:
+def test_the_straggler_continues_when_the_hedging_device_leaves() -> None:
     quick = task(2, X, device=BOB, of=1)
     server, slow = hedged(quick)
     assert server.tell(DeviceRemoved(BOB)) == [], "the straggler still runs it"
@@ -316,14 +316,14 @@ def test_when_the_hedges_device_leaves_the_straggler_goes_on() -> None:
     assert server.result(slow) == [taken(slow), Back(ANN)]
 
 
-def test_when_the_straggler_leaves_the_hedge_goes_on() -> None:
+def test_the_hedge_continues_when_the_straggler_leaves() -> None:
     quick = task(2, X, device=BOB, of=1, at=TOP)
     server, slow = hedged(quick)
     assert server.tell(DeviceRemoved(ANN)) == [Orphan(slow, (BOTTOM,), False)], "the hedge covers the top"
     assert server.result(quick) == [taken(quick, quick.whole)]
 
 
-def test_when_straggler_and_hedge_leave_every_element_is_orphaned_once() -> None:
+def test_each_element_is_orphaned_once_when_straggler_and_hedge_leave() -> None:
     quick = task(2, X, device=BOB, of=1, at=TOP)
     for first, second in ((ANN, BOB), (BOB, ANN)):
         server, slow = hedged(quick)
@@ -392,7 +392,7 @@ def test_tasks_bound_to_a_late_device_stay_there_and_others_move() -> None:
     server.submit(running, waiting, free)
     assert server.wait(1.0) == [Late(ANN), Orphan(free, (WHOLE,), True)]
     assert server.ledger.unfinished(ANN) == 2
-    assert Start(waiting, (OperandId(3),)) in server.result(running), "they go on where they were"
+    assert Start(waiting, (OperandId(3),)) in server.result(running), "bound tasks stay on their device"
 
 
 def test_bound_tasks_of_a_departed_device_are_orphaned() -> None:

@@ -1,4 +1,4 @@
-"""Laws of the roster: snapshots show the healthy devices as measured, and are built only when asked for and changed."""
+"""Laws of the roster: snapshots show healthy devices as measured, and are built only on demand after a change."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ TestRoster.settings = settings(max_examples=80, stateful_step_count=40, deadline
 
 
 class _Counted(AbstractSet[str]):
-    """An empty set that counts how often it is read: once per snapshot that is built."""
+    """An empty set that counts how often it is read: once per snapshot built."""
 
     def __init__(self) -> None:
         self.reads = 0
@@ -189,7 +189,7 @@ def test_equal_names_get_numbers_and_a_free_one_is_reused() -> None:
         assert (name, other) == ("phone-2", "phone-4"), "a reserved name is taken"
 
 
-def test_names_of_the_server_are_its_own() -> None:
+def test_devices_cannot_take_the_servers_names() -> None:
     roster = Roster()
     for reserved in ("server", STAND_IN):
         with roster.reserved(reserved) as name:
@@ -230,7 +230,7 @@ def test_the_oldest_faultless_devices_are_forgotten_first(script: list[tuple[int
         assert len(past) == len(expected)
 
 
-def test_a_device_that_returns_keeps_its_record_and_from_its_address_its_trust() -> None:
+def test_a_returning_device_keeps_its_record_and_at_the_same_address_its_trust() -> None:
     roster = Roster()
     first = join(roster, "ann", flops_per_s=1e9, address="here")
     first.tasks, first.wrong = 7, 1
@@ -247,11 +247,11 @@ def test_a_device_that_returns_keeps_its_record_and_from_its_address_its_trust()
     roster.past.add(first)
     again = join(roster, "ann", flops_per_s=1e9, address="here")
     assert again.trust is first.trust
-    assert again.flops.value == pytest.approx(shown_by_work), "a probe does not outdo what work has shown"
+    assert again.flops.value == pytest.approx(shown_by_work), "a probe does not override rates measured at work"
     assert "ann" not in roster.past
 
 
-def test_a_device_sent_away_waits_twice_as_long_each_time() -> None:
+def test_a_disconnected_device_waits_twice_as_long_each_time() -> None:
     roster = Roster()
     pauses: list[float] = []
     for _ in range(10):
@@ -274,7 +274,7 @@ def test_a_rate_follows_a_device_that_slows_down_and_ignores_impossible_measurem
         rate.add(amount, seconds)
     assert rate.value == pytest.approx(100.0)
     rate.add(100.0, 10.0)
-    assert rate.value > 20.0, "a single odd one moves it little"
+    assert rate.value > 20.0, "a single outlier moves it little"
     for _ in range(60):
         rate.add(100.0, 10.0)
     assert rate.value == pytest.approx(10.0, rel=0.05)

@@ -1,4 +1,4 @@
-"""Laws of device names: unique, with the lowest free number, and forgotten with the last device that had one."""
+"""Laws of device names: unique, with the lowest free number, and forgotten with the last device that used them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ WANTED = ["phone", "phone-2", "phone-3", "phone-2-2", "phone-02", "phone-", "-2"
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.lists(st.sampled_from(WANTED) | st.integers(0, 20), max_size=60))
-def test_the_free_name_is_the_one_with_the_lowest_number(script: list[str | int]) -> None:
-    """A script of wanted names, and of indices of taken names that are freed."""
+def test_a_new_name_gets_the_lowest_free_number(script: list[str | int]) -> None:
+    """A script mixes requested names with indices of taken names to free."""
     names = Names()
     taken: list[str] = []
     for step in script:
@@ -29,4 +29,4 @@ def test_the_free_name_is_the_one_with_the_lowest_number(script: list[str | int]
             names.freed(freed, taken.__contains__)
     while taken:
         names.freed(taken.pop(), taken.__contains__)
-    assert not names._numbers, "nothing remains of names that nobody has"
+    assert not names._numbers, "nothing remains of unused names"

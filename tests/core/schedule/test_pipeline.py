@@ -1,5 +1,5 @@
-"""Laws of a batch's way through shards: whichever devices leave or lag, and in whatever order units end, every chunk of
-every sequence goes once through every shard, and its gradients are read once."""
+"""Laws of the pipeline: whichever devices leave or lag, and in whatever order units end, every chunk of every sequence
+passes once through every shard, and its gradients are read once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cleave.core.schedule.tasks import DeviceId
 
 steady = settings(max_examples=150, deadline=None, derandomize=True)
 TENSORS = 3
-"""Of each shard, read one by one."""
+"""Gradient tensors per shard, read one by one."""
 
 
 def stage(number: int, slices: int = 1) -> list[Shard]:
@@ -36,7 +36,7 @@ def all_desks(pipeline: Pipeline) -> list[tuple[Shard, Desk]]:
 
 @dataclass
 class Table:
-    """Plays the devices: keeps, as they would, which rows went into which state and which accumulator."""
+    """Stand-in for the devices: records which rows went into which state and which accumulator."""
 
     pipeline: Pipeline
     sequences: int
@@ -45,7 +45,7 @@ class Table:
     trained: frozenset[Shard] = frozenset()
     under_way: list[Unit] = field(default_factory=lambda: list[Unit]())
     storing: list[Unit] = field(default_factory=lambda: list[Unit]())
-    """Units whose results came, and are on their way to where the next ones read them."""
+    """Units whose results arrived and are still being stored for the next stage."""
     forward: dict[Seat, list[int]] = field(default_factory=lambda: dict[Seat, list[int]]())
     added: dict[Account, Counter[tuple[int, int]]] = field(
         default_factory=lambda: dict[Account, Counter[tuple[int, int]]]()
@@ -75,14 +75,14 @@ class Table:
         seat = unit.seat
         if unit.direction == "forward":
             so_far = self.forward.setdefault(seat, [])
-            assert unit.chunk == len(so_far), "forward in causal order, each from the first chunk"
+            assert unit.chunk == len(so_far), "forward runs in causal order from the first chunk"
             so_far.append(unit.chunk)
         else:
-            assert len(self.forward[seat]) == self.chunks, "backward when all of it has gone forward"
-            assert not seat.account.is_closed, "nothing is added to an account that is read"
+            assert len(self.forward[seat]) == self.chunks, "backward starts once the whole sequence has gone forward"
+            assert not seat.account.is_closed, "nothing is added to an account being read"
             mine = self.added.setdefault(seat.account, Counter())
             done = sum(count for (sequence, _), count in mine.items() if sequence == seat.sequence)
-            assert unit.chunk == self.chunks - 1 - done, "backward in reverse"
+            assert unit.chunk == self.chunks - 1 - done, "backward runs in reverse order"
             mine[seat.sequence, unit.chunk] += 1
         if not unit.is_silent:
             self.results[unit.direction, seat.shard, seat.sequence, unit.chunk] += 1
@@ -128,13 +128,13 @@ def tables(draw: st.DrawFn) -> Table:
         trained = set()
     for shard in pipeline.shards:
         for place, device in enumerate(sorted(draw(st.sets(st.integers(0, 4), min_size=1, max_size=3)))):
-            slots = sequences if place == 0 else draw(st.integers(1, 3))  # one that stays can take all
+            slots = sequences if place == 0 else draw(st.integers(1, 3))  # the device that stays can take all sequences
             pipeline.desks.add(shard, Desk(DeviceId(f"d{device}"), slots, 1.0))
     return Table(pipeline, sequences, chunks, late, frozenset(trained))
 
 
 def run(table: Table, data: st.DataObject, *, trouble: int) -> None:
-    """To the end, with some devices lost or late on the way; each shard keeps one that stays."""
+    """Run to the end, with some devices lost or late; each shard keeps one device that stays."""
     pipeline = table.pipeline
     safe = {next(iter(pipeline.desks.at(shard))).device for shard in pipeline.shards}
     table.take(pipeline.begin())
@@ -160,7 +160,7 @@ def run(table: Table, data: st.DataObject, *, trouble: int) -> None:
 
 
 def _is_first(unit: Unit, under_way: list[Unit], index: int) -> bool:
-    """A device does what it was given of a seat in order."""
+    """Whether a unit is of the chosen seat, whose units a device runs in order."""
     return unit.seat is under_way[index].seat
 
 
@@ -204,7 +204,7 @@ def test_no_desk_has_more_sequences_open_than_it_has_slots(table: Table) -> None
 
 @steady
 @given(tables(), st.data())
-def test_a_stage_is_over_for_a_sequence_when_every_slice_is(table: Table, data: st.DataObject) -> None:
+def test_a_stage_ends_for_a_sequence_when_all_its_slices_have(table: Table, data: st.DataObject) -> None:
     pipeline, ends = table.pipeline, "forward" if table.pipeline.course == "forward" else "backward"
     over: Counter[tuple[int, int]] = Counter()
     table.take(pipeline.begin())
@@ -218,7 +218,7 @@ def test_a_stage_is_over_for_a_sequence_when_every_slice_is(table: Table, data: 
         assert pipeline.is_through_stage(number, seat.sequence) == (over[number, seat.sequence] == slices)
 
 
-def test_stages_overlap_as_soon_as_a_chunk_is_through() -> None:
+def test_a_chunk_enters_the_next_stage_as_soon_as_it_leaves_this_one() -> None:
     pipeline = Pipeline(stages_of(1, 1), sequences=1, chunks=2, course="both")
     for shard in pipeline.shards:
         pipeline.desks.add(shard, Desk(DeviceId(f"d{shard.first}"), 1, 1.0))
@@ -228,7 +228,7 @@ def test_stages_overlap_as_soon_as_a_chunk_is_through() -> None:
     assert second.chunk == 1
 
 
-def test_a_chunk_waits_for_the_chunks_before_it_in_whatever_order_they_are_stored() -> None:
+def test_a_chunk_waits_for_earlier_chunks_in_whatever_order_they_are_stored() -> None:
     pipeline = Pipeline(stages_of(1, 1), sequences=1, chunks=2, course="both")
     for shard in pipeline.shards:
         pipeline.desks.add(shard, Desk(DeviceId(f"d{shard.first}"), 1, 1.0))
@@ -269,7 +269,7 @@ def test_a_pipeline_without_devices_is_stuck() -> None:
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_late_device_is_chosen_last_from_the_moment_it_is_late(is_late: bool) -> None:
+def test_a_late_device_is_chosen_last_as_soon_as_it_is_late(is_late: bool) -> None:
     late: set[DeviceId] = set()
     pipeline = Pipeline([stage(0)], sequences=1, chunks=1, course="forward", late=late)
     pipeline.desks.add(stage(0)[0], Desk(DeviceId("fast"), 1, 9.0))
@@ -288,7 +288,7 @@ def test_sequences_go_to_devices_in_proportion_to_their_speed() -> None:
 
 
 def _calls_per_unit(stages: int, devices: int, slices: int = 1) -> float:
-    """Function calls, ours and Python's own, that a unit costs when all devices of a stage share its rows."""
+    """Function calls per unit, ours and Python's own, when all devices of a stage share its rows."""
     pipeline = Pipeline(stages_of(*[slices] * stages), sequences=8, chunks=4, course="both")
     for shard in pipeline.shards:
         for number in range(devices):
@@ -312,7 +312,7 @@ def _calls_per_unit(stages: int, devices: int, slices: int = 1) -> float:
     return calls / done
 
 
-def test_a_unit_costs_the_same_however_many_stages_slices_and_devices_there_are() -> None:
+def test_the_cost_of_a_unit_does_not_grow_with_stages_slices_or_devices() -> None:
     few = _calls_per_unit(stages=2, devices=8)
     assert _calls_per_unit(stages=40, devices=8) < 1.3 * few
     assert _calls_per_unit(stages=2, devices=400) < 1.3 * few

@@ -16,7 +16,7 @@ Cells = NDArray[np.int64]
 
 @st.composite
 def any_rectangles(draw: st.DrawFn) -> Rectangle:
-    """Rectangles as they may come from the wire: empty, inside out, or reaching outside the plane."""
+    """Rectangles as they may come off the wire: empty, inside out, or reaching outside the plane."""
     ends = st.integers(-MARGIN, SIDE + MARGIN)
     return Rectangle(draw(ends), draw(ends), draw(ends), draw(ends))
 
@@ -30,7 +30,7 @@ def parts_of(draw: st.DrawFn, whole: Rectangle) -> Rectangle:
 
 @st.composite
 def disjoint_pieces(draw: st.DrawFn) -> list[Rectangle]:
-    """Disjoint pieces, painted one by one where the plane is empty: not by the functions under test."""
+    """Disjoint pieces, painted one by one where the plane is empty, without the functions under test."""
     free = np.ones((SIDE, SIDE), dtype=np.bool_)
     pieces: list[Rectangle] = []
     for part in draw(st.lists(parts_of(WHOLE), max_size=8)):
@@ -42,7 +42,7 @@ def disjoint_pieces(draw: st.DrawFn) -> list[Rectangle]:
 
 
 def painted(pieces: list[Rectangle]) -> Cells:
-    """Number of pieces over each cell of a plane that holds them all."""
+    """Number of pieces covering each cell of a plane that contains them all."""
     cells = np.zeros((SIDE + 2 * MARGIN, SIDE + 2 * MARGIN), dtype=np.int64)
     for part in pieces:
         cells[part.top + MARGIN : part.bottom + MARGIN, part.left + MARGIN : part.right + MARGIN] += 1
@@ -55,10 +55,10 @@ def are_proper(pieces: list[Rectangle]) -> bool:
 
 @settings(max_examples=200)
 @given(any_rectangles(), any_rectangles())
-def test_the_common_part_has_the_cells_of_both(one: Rectangle, other: Rectangle) -> None:
+def test_the_intersection_has_the_cells_of_both(one: Rectangle, other: Rectangle) -> None:
     both = painted([one]) * painted([other])
     shared = common(one, other)
-    assert (shared is None) == (not both.any()), "nothing shared is None, not an empty rectangle"
+    assert (shared is None) == (not both.any()), "an empty intersection is None, not an empty rectangle"
     if shared is not None:
         np.testing.assert_array_equal(painted([shared]), both)
     assert shared == common(other, one)
@@ -66,7 +66,7 @@ def test_the_common_part_has_the_cells_of_both(one: Rectangle, other: Rectangle)
 
 @settings(max_examples=200)
 @given(disjoint_pieces(), any_rectangles())
-def test_within_and_without_divide_the_pieces_between_them(pieces: list[Rectangle], frame: Rectangle) -> None:
+def test_inside_and_outside_partition_the_pieces(pieces: list[Rectangle], frame: Rectangle) -> None:
     before, inside, outside = painted(pieces), within(pieces, frame), without(pieces, frame)
     np.testing.assert_array_equal(painted(inside), before * painted([frame]))
     np.testing.assert_array_equal(painted(outside), before * (1 - painted([frame])))
@@ -86,7 +86,7 @@ def test_the_total_is_the_number_of_cells(pieces: list[Rectangle]) -> None:
 def test_removing_every_piece_in_any_order_leaves_nothing(data: st.DataObject) -> None:
     missing = data.draw(disjoint_pieces())
     for part in data.draw(st.permutations(missing)):
-        assert total(within(missing, part)) == part.area, "all of it is there"
+        assert total(within(missing, part)) == part.area, "all of the piece is left"
         missing = without(missing, part)
         assert within(missing, part) == [], "nothing is taken twice"
     assert missing == []

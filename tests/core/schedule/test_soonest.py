@@ -1,4 +1,4 @@
-"""Law of the queue of moments: it agrees with sorting all of them."""
+"""Law of the queue of device times: it agrees with sorting all of them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ changes = st.tuples(st.sampled_from(["put", "put_earlier", "discard", "pop"]), d
 
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(st.lists(changes, max_size=100), st.integers(0, 13))
-def test_devices_come_soonest_first_and_first_put_first(script: list[tuple[str, DeviceId, float]], limit: int) -> None:
+def test_devices_come_out_by_time_and_ties_in_insertion_order(
+    script: list[tuple[str, DeviceId, float]], limit: int
+) -> None:
     soonest = Soonest()
     expected: dict[DeviceId, tuple[float, int]] = {}
     for number, (change, name, at) in enumerate(script):

@@ -1,4 +1,4 @@
-"""Laws of the whole judgement, as the server makes it: nobody honest is refused, every lie of some size is seen."""
+"""Laws of the server's verdict as a whole: no honest result is refused, and every lie of some size is detected."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def judged(
 
 
 @formats
-def test_no_honest_block_is_refused_be_it_a_suspects(format: WireFormat) -> None:
+def test_no_honest_block_is_refused_even_from_a_suspect(format: WireFormat) -> None:
     rng = np.random.default_rng(5)
     for number in range(500):
         m, k, n = size(rng, 64), size(rng, 600), size(rng, 400)
@@ -36,7 +36,7 @@ def test_no_honest_block_is_refused_be_it_a_suspects(format: WireFormat) -> None
 
 @formats
 @pytest.mark.parametrize("lie", LIES)
-def test_every_lie_is_seen(format: WireFormat, lie: str) -> None:
+def test_every_lie_is_detected(format: WireFormat, lie: str) -> None:
     rng = np.random.default_rng(6)
     for _ in range(100):
         m, k, n = (int(rng.integers(low, 300)) for low in (16, 16, 64))
@@ -60,7 +60,7 @@ def test_every_lie_is_seen(format: WireFormat, lie: str) -> None:
 
 @formats
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_refused_where_operands_are(format: WireFormat, value: float) -> None:
+def test_non_finite_results_of_finite_operands_are_refused(format: WireFormat, value: float) -> None:
     rng = np.random.default_rng(7)
     a, b = operand(rng, 40, 64, "normal", format), operand(rng, 64, 200, "normal", format)
     c = sent(a @ b, format)
@@ -69,7 +69,7 @@ def test_what_is_not_finite_is_refused_where_operands_are(format: WireFormat, va
 
 
 @formats
-def test_rows_of_operands_that_are_not_finite_are_not_judged(format: WireFormat) -> None:
+def test_rows_with_non_finite_operands_are_not_judged(format: WireFormat) -> None:
     rng = np.random.default_rng(8)
     a, b = operand(rng, 40, 64, "normal", "fp32"), operand(rng, 64, 200, "normal", "fp32")
     a[3, 5] = np.inf
@@ -82,8 +82,8 @@ def test_rows_of_operands_that_are_not_finite_are_not_judged(format: WireFormat)
 
 @given(data=st.data())
 @settings(max_examples=80, deadline=None)
-def test_a_glance_doubts_whatever_is_wrong_by_more_than_its_tolerance(data: st.DataObject) -> None:
-    """In fp32, where it takes all columns for one group; of a sum of products, and of a rectangle of it."""
+def test_a_glance_doubts_any_row_wrong_by_more_than_its_tolerance(data: st.DataObject) -> None:
+    """In fp32, where all columns form one group; for a sum of products, and for a rectangle of it."""
     rng = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     m, n = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 500))
     left = GROUP * data.draw(st.integers(0, (n - 1) // GROUP))
@@ -101,7 +101,7 @@ def test_a_glance_doubts_whatever_is_wrong_by_more_than_its_tolerance(data: st.D
     assert row in glance(c, terms, "fp32", left)
 
 
-def test_a_glance_leaves_hardly_any_honest_row_in_doubt() -> None:
+def test_a_glance_doubts_no_honest_row_in_ten_thousand() -> None:
     rng = np.random.default_rng(10)
     doubts = 0
     for _ in range(50):
@@ -111,7 +111,7 @@ def test_a_glance_leaves_hardly_any_honest_row_in_doubt() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS[1:])
-def test_a_glance_passes_nothing_that_a_check_flags(format: WireFormat) -> None:
+def test_a_glance_doubts_everything_a_check_flags(format: WireFormat) -> None:
     rng = np.random.default_rng(9)
     for _ in range(200):
         m, k, n = size(rng, 64), size(rng, 300), size(rng, 400)

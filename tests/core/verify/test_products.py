@@ -1,4 +1,4 @@
-"""Laws of checking products: honest devices pass whatever the data, liars do not, and tolerance has no price."""
+"""Laws of checking products: honest devices pass whatever the data, liars do not, and tolerance cannot be bought."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ formats = pytest.mark.parametrize("format", FORMATS)
 
 
 def sent(matrix: Matrix, format: WireFormat) -> Matrix:
-    """What arrives."""
+    """A matrix as it arrives over the wire."""
     out = np.empty(matrix.shape, dtype=np.float32)
     CODEC.decode_into(CODEC.encode(matrix, format).data, format, out)
     return out
@@ -49,7 +49,7 @@ def operand(rng: np.random.Generator, rows: int, cols: int, data: Data, format: 
 
 
 def multiply(a: Matrix, b: Matrix, order: Order) -> Matrix:
-    """As some device might."""
+    """A product as some device might compute it."""
     match order:
         case "blas":
             return a @ b
@@ -101,21 +101,21 @@ def test_no_long_sum_of_positive_numbers_is_refused(format: WireFormat, order: O
             a, b = (rng.random(shape, dtype=np.float32) + np.float32(offset) for shape in ((8, inner), (inner, 150)))
             a, b = sent(a, format), sent(b, format)
             c = sent(multiply(a, b, order) / 8, format)
-            a = a / np.float32(8)  # fp16 ends at 65,504
+            a = a / np.float32(8)  # fp16 overflows at 65,504
             assert looked_at(rng, c, a, b, format).worst < 0.8
             assert recheck(c, [(a, b)], np.arange(8), format).size == 0
 
 
 def test_the_servers_own_rounding_is_within_tolerance() -> None:
-    """Equal columns make B r as large as it gets, and C r a difference of large numbers."""
+    """Equal columns make B r as large as possible, and C r a difference of large numbers."""
     rng = np.random.default_rng(14)
     for _ in range(100):
         a, b = (rng.normal(10, 0.5, shape).astype(np.float32) for shape in ((100, 399), (399, 300)))
         assert looked_at(rng, a @ b, a, b, "fp32").worst < 0.7
 
 
-def test_not_even_the_worst_order_of_summation_is_convicted() -> None:
-    """Sums of equal numbers round the same way each time: the check flags them, the recheck knows better."""
+def test_even_the_worst_order_of_summation_passes_the_recheck() -> None:
+    """Sums of equal numbers always round the same way: the check flags them, the recheck clears them."""
     rng = np.random.default_rng(15)
     a, b = np.full((4, 4096), 0.1, dtype=np.float32), np.full((4096, GROUP), 0.1, dtype=np.float32)
     c = multiply(a, b, "sequential")
@@ -187,7 +187,7 @@ def test_lies_are_caught(format: WireFormat, lie: str) -> None:
 
 
 def tolerance(a: Matrix, b: Matrix, c: Matrix, format: WireFormat) -> Matrix:
-    """At most, by the formula, [rows, groups]."""
+    """Upper limit of the tolerance by the formula, [rows, groups]."""
     groups = range(0, b.shape[1], GROUP)
     sizes = np.stack([np.linalg.norm(c[:, g : g + GROUP], axis=1) for g in groups], axis=1)
     bound = np.linalg.norm(a, axis=1)[:, None] * [np.linalg.norm(b[:, g : g + GROUP]) for g in groups]
@@ -199,7 +199,7 @@ def tolerance(a: Matrix, b: Matrix, c: Matrix, format: WireFormat) -> Matrix:
 
 @formats
 def test_wrong_elements_that_cancel_escape_as_rarely_as_derived(format: WireFormat) -> None:
-    """With signs alone it would be every second."""
+    """With random signs alone, every second pair would escape."""
     rng = np.random.default_rng(6)
     a, b = operand(rng, 2, 64, "normal", format), operand(rng, 64, GROUP, "normal", format)
     c = a @ b
@@ -229,8 +229,8 @@ def test_one_huge_element_buys_no_tolerance_for_itself_or_others(format: WireFor
     assert len(looked_at(rng, sent(told, format), a, b, format).rows) == 20
 
 
-def test_bought_int8_steps_are_seen_in_a_few_elements() -> None:
-    """Two huge elements that happen to cancel make the step of their row large enough for anything else."""
+def test_int8_steps_inflated_by_huge_elements_are_detected_at_the_peaks() -> None:
+    """Two huge elements that cancel make the int8 step of their row large enough to hide anything else."""
     rng = np.random.default_rng(8)
     a, b = operand(rng, 50, 200, "normal", "int8"), operand(rng, 200, 300, "normal", "int8")
     honest, told = sent(a @ b, "int8"), np.zeros((50, 300), dtype=np.float32)
@@ -246,7 +246,7 @@ def test_bought_int8_steps_are_seen_in_a_few_elements() -> None:
 
 @formats
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_is_refused_where_operands_are(format: WireFormat, value: float) -> None:
+def test_non_finite_results_of_finite_operands_are_refused(format: WireFormat, value: float) -> None:
     rng = np.random.default_rng(9)
     a, b = operand(rng, 9, 30, "normal", format), operand(rng, 30, 200, "normal", format)
     c = sent(a @ b, format)
@@ -257,7 +257,7 @@ def test_what_is_not_finite_is_refused_where_operands_are(format: WireFormat, va
 
 @formats
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_operands_that_are_not_finite_cannot_be_checked_and_that_is_said(format: WireFormat, value: float) -> None:
+def test_rows_with_non_finite_operands_are_reported_as_uncheckable(format: WireFormat, value: float) -> None:
     rng = np.random.default_rng(10)
     a, b = operand(rng, 9, 30, "normal", format), operand(rng, 30, 200, "normal", format)
     a[2, 3] = value
@@ -273,7 +273,7 @@ def test_operands_that_are_not_finite_cannot_be_checked_and_that_is_said(format:
 
 
 @formats
-def test_honest_overflow_is_told_from_a_lie(format: WireFormat) -> None:
+def test_honest_overflow_is_distinguished_from_a_lie(format: WireFormat) -> None:
     largest = 65504.0 if format == "fp16" else 3e38
     a = np.ones((3, 2), dtype=np.float32)
     b = np.zeros((2, 200), dtype=np.float32)
@@ -295,7 +295,7 @@ def test_honest_overflow_is_told_from_a_lie(format: WireFormat) -> None:
 
 
 @formats
-def test_rechecked_rows_admit_no_element_beyond_its_own_rounding(format: WireFormat) -> None:
+def test_a_recheck_allows_no_element_more_than_its_own_rounding(format: WireFormat) -> None:
     rng = np.random.default_rng(11)
     a, b = operand(rng, 40, 100, "normal", format), operand(rng, 100, 300, "normal", format)
     c = a @ b
@@ -306,7 +306,7 @@ def test_rechecked_rows_admit_no_element_beyond_its_own_rounding(format: WireFor
     assert list(recheck(sent(told, format), [(a, b)], np.arange(40), format)) == [8]
 
 
-def test_narrower_groups_see_smaller_errors() -> None:
+def test_narrower_groups_detect_smaller_errors() -> None:
     rng = np.random.default_rng(12)
     a, b = operand(rng, 10, 200, "normal", "bf16"), operand(rng, 200, 512, "normal", "bf16")
     c = sent(a @ b, "bf16")
@@ -317,7 +317,7 @@ def test_narrower_groups_see_smaller_errors() -> None:
     assert narrow.tolerance < 0.8 * wide.tolerance
 
 
-def test_random_vectors_keep_away_from_zero_and_differ_in_size() -> None:
+def test_random_vectors_stay_away_from_zero_and_vary_in_magnitude() -> None:
     r = draw(np.random.default_rng(13), 10_000)
     assert 0.5 <= np.abs(r).min() < 0.51
     assert 1.49 < np.abs(r).max() <= 1.5

@@ -1,4 +1,4 @@
-"""Laws of audits: rounding is never taken for a lie, lies never for rounding, on every wire."""
+"""Laws of audits: on every wire, rounding is never mistaken for a lie, nor a lie for rounding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cleave.protocol.numbers import NumpyCodec
 
 FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
 HONEST = 1e-5
-"""Ten times what kernels were seen to differ by, in units of a row's root mean square."""
+"""Ten times the observed difference between kernels, in units of a row's root mean square."""
 steady = settings(max_examples=60, deadline=None, derandomize=True)
 
 
@@ -27,7 +27,7 @@ def rounded(matrix: Matrix, format: WireFormat) -> Matrix:
 
 
 def drawn(rows: int, cols: int, seed: int, *, spread: float = 0.0, outlier: float = 1.0) -> Matrix:
-    """Rows of unequal sizes, with one large column."""
+    """Rows of unequal magnitude, with one large column."""
     rng = np.random.default_rng(seed)
     matrix = rng.normal(0, 1, (rows, cols)) * np.exp(spread * rng.normal(0, 1, (rows, 1)))
     matrix[:, 0] *= outlier
@@ -49,14 +49,14 @@ def noisy(matrix: Matrix, seed: int) -> Matrix:
     size=st.sampled_from([1.0, 1e-6, 1e3]),
     format=st.sampled_from(FORMATS),
 )
-def test_what_rounding_explains_is_right(
+def test_deviations_explained_by_rounding_are_right(
     rows: int, cols: int, seed: int, spread: float, outlier: float, size: float, format: WireFormat
 ) -> None:
     exact = drawn(rows, cols, seed, spread=spread, outlier=outlier) * np.float32(size)
     assert disagreement(rounded(noisy(exact, seed + 1), format), rounded(exact, format), format) <= 1
 
 
-def test_a_result_agrees_with_itself_whatever_it_is() -> None:
+def test_any_result_agrees_with_itself() -> None:
     for format in FORMATS:
         for exact in (np.zeros((3, 4)), np.full((2, 3), 1e-30), np.full((2, 3), 60000.0), np.eye(5)):
             same = rounded(exact.astype(np.float32), format)
@@ -79,7 +79,7 @@ LIES = {
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("lie", LIES)
-def test_lies_are_wrong(lie: str, format: WireFormat) -> None:
+def test_lies_are_judged_wrong(lie: str, format: WireFormat) -> None:
     for seed in range(20):
         rng = np.random.default_rng(seed)
         exact = drawn(int(rng.integers(2, 60)), int(rng.integers(32, 300)), seed)
@@ -88,21 +88,21 @@ def test_lies_are_wrong(lie: str, format: WireFormat) -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_a_layer_left_out_is_wrong(format: WireFormat) -> None:
-    """x returned for x + f(x), where f(x) is a fiftieth of it: less than a step of int8."""
+def test_skipping_a_layer_is_judged_wrong(format: WireFormat) -> None:
+    """Returning x for x + f(x), where f(x) is a fiftieth of x: less than one int8 step."""
     x, f = drawn(32, 256, 0), drawn(32, 256, 1) / np.float32(50)
     assert disagreement(rounded(x, format), rounded(x + f, format), format) > 1
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_what_large_elements_are_rounded_by_does_not_hide_lies_about_the_others(format: WireFormat) -> None:
+def test_the_rounding_of_large_elements_does_not_hide_lies_about_others(format: WireFormat) -> None:
     exact = drawn(16, 256, 0, outlier=30.0)
     told = exact.copy()
     told[:, 1:] = drawn(16, 255, 1)
     assert disagreement(rounded(told, format), rounded(exact, format), format) > 1
 
 
-def test_a_gradient_that_is_nothing_but_rounding_is_judged_beside_the_others() -> None:
+def test_a_gradient_of_pure_rounding_is_judged_on_the_scale_of_the_others() -> None:
     weight, bias, other = drawn(64, 64, 0), drawn(1, 64, 1) * np.float32(1e-7), drawn(1, 64, 2) * np.float32(1e-7)
     least = least_of([weight, bias], "fp32")
     assert disagreement(other, bias, "fp32") > 1
@@ -110,7 +110,7 @@ def test_a_gradient_that_is_nothing_but_rounding_is_judged_beside_the_others() -
     assert disagreement(weight * np.float32(1.001), weight, "fp32", least=least) > 1
 
 
-def test_what_is_not_finite_where_it_should_be_is_not_judged() -> None:
+def test_rows_that_should_be_non_finite_are_not_judged() -> None:
     exact = drawn(8, 64, 0)
     exact[3, 5] = np.nan
     for format in FORMATS:
@@ -118,11 +118,11 @@ def test_what_is_not_finite_where_it_should_be_is_not_judged() -> None:
         told[3, 5] = np.inf
         assert disagreement(rounded(told, format), rounded(exact, format), format) <= 1
         told[4] *= np.float32(1.1)
-        assert disagreement(rounded(told, format), rounded(exact, format), format) > 1, "of other rows it is"
+        assert disagreement(rounded(told, format), rounded(exact, format), format) > 1, "other rows are judged"
 
 
-def test_results_of_many_rows_are_judged_like_those_of_few() -> None:
-    """Bands are not seen."""
+def test_results_with_many_rows_are_judged_like_those_with_few() -> None:
+    """Judging in bands makes no visible difference."""
     exact = drawn(4000, 100, 0)
     told = noisy(exact, 1)
     assert disagreement(told, exact, "fp32") <= 1
@@ -130,7 +130,7 @@ def test_results_of_many_rows_are_judged_like_those_of_few() -> None:
     assert disagreement(told, exact, "fp32") > 1
 
 
-def test_who_is_audited_how_often() -> None:
+def test_the_audit_rate_follows_policy_trust_and_record() -> None:
     good, suspect = Trust(), Trust(suspicion=0.5)
     for trust in (good, suspect):
         for is_proven in (True, False):

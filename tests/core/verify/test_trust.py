@@ -1,4 +1,4 @@
-"""Laws of trust: who errs too often ends in quarantine however it is spread, who erred once is cleared."""
+"""Laws of trust: erring too often, in whatever pattern, ends in quarantine; a single error is cleared in time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from cleave.core.verify.trust import RIGHTS_PER_WRONG, WRONGS_TO_QUARANTINE, Trust
 
 LONG = 200_000
-"""Blocks: more than the worst liar that is to be found needs."""
+"""Blocks: more than it takes to catch the rarest liar that must be caught."""
 
 
 def blocks_until_lost(trust: Trust, period: int, first: int) -> int | None:
-    """A device that is wrong once in so many blocks."""
+    """Blocks until quarantine of a device that is wrong once every `period` blocks."""
     for block in range(LONG):
         if block % period == first:
             trust.wrong()
@@ -28,16 +28,16 @@ def blocks_until_lost(trust: Trust, period: int, first: int) -> int | None:
 
 @pytest.mark.parametrize("period", [1, 2, 10, 100, RIGHTS_PER_WRONG])
 @pytest.mark.parametrize("last", [False, True])
-def test_who_is_wrong_too_often_ends_in_quarantine(period: int, last: bool) -> None:
+def test_a_device_that_is_wrong_too_often_ends_in_quarantine(period: int, last: bool) -> None:
     assert blocks_until_lost(Trust(), period, period - 1 if last else 0) is not None
 
 
 @pytest.mark.parametrize("period", [RIGHTS_PER_WRONG + 1, RIGHTS_PER_WRONG + 2, 10 * RIGHTS_PER_WRONG])
-def test_who_is_wrong_seldom_enough_stays(period: int) -> None:
+def test_a_device_that_is_rarely_wrong_stays(period: int) -> None:
     assert blocks_until_lost(Trust(), period, 0) is None
 
 
-def test_so_many_wrongs_in_a_row_are_enough_and_no_fewer() -> None:
+def test_quarantine_takes_exactly_the_set_number_of_wrongs_in_a_row() -> None:
     trust = Trust()
     for _ in range(WRONGS_TO_QUARANTINE - 1):
         trust.wrong()
@@ -54,13 +54,13 @@ def test_an_honest_device_with_one_flipped_bit_is_cleared() -> None:
     assert not trust.is_lost
     for _ in range(RIGHTS_PER_WRONG - 1):
         trust.right()
-        assert trust.is_suspect, "not before it has shown enough"
+        assert trust.is_suspect, "not cleared before enough right results"
     trust.right()
     assert not trust.is_suspect
-    assert trust == Trust(), "as if nothing had been"
+    assert trust == Trust(), "fully cleared"
 
 
-def test_good_deeds_are_not_saved_up() -> None:
+def test_right_results_build_up_no_credit() -> None:
     trust = Trust()
     for _ in range(100 * RIGHTS_PER_WRONG):
         trust.right()
@@ -74,8 +74,8 @@ runs = st.tuples(st.sampled_from(["right", "wrong"]), st.integers(1, 3) | st.int
 
 @settings(max_examples=60)
 @given(st.lists(runs, max_size=8))
-def test_no_order_of_rights_and_wrongs_hides_more_wrongs_than_rights_make_up_for(story: list[tuple[str, int]]) -> None:
-    """Against exact numbers: the walk with a floor is never below the one without, nor off by rounding."""
+def test_no_order_of_results_hides_more_wrongs_than_the_rights_offset(story: list[tuple[str, int]]) -> None:
+    """In exact fractions: suspicion with a floor at 0 is never below the unfloored sum, nor off by rounding."""
     trust, floored, free = Trust(), Fraction(0), Fraction(0)
     for kind, count in story:
         for _ in range(min(count, 5) if kind == "wrong" else count):

@@ -1,4 +1,4 @@
-"""The door, from outside: raw sockets at a real service. Who is refused is told why, and learns nothing of the run."""
+"""Admission from outside: raw sockets at a real service. Refusals give a reason and reveal nothing about the run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from cleave.transport.websocket import dial
 SOON_S = 20.0
 TOKEN = "a-device-token-of-this-run"
 SECRETS = (TOKEN, "granny", "model", "loss", "flops", "memory", "products", "uvicorn", "starlette", "python")
-"""What nobody outside is to read in an answer."""
+"""Words that no answer to an outsider may contain."""
 
 Serve = Callable[..., Service]
 
@@ -65,7 +65,7 @@ def connected(service: Service) -> socket.socket:
 
 
 def said(connection: socket.socket, data: bytes) -> bytes:
-    """All that comes back until the other side closes."""
+    """Send some bytes and return everything received until the other side closes."""
     answer = b""
     with closing(connection):
         connection.sendall(data)
@@ -101,7 +101,7 @@ def assert_nothing_revealed(answer: bytes) -> None:
 # ------------------------------------------------------------------------------------------------ TLS or not
 
 
-def test_a_plain_request_where_tls_is_demanded_is_told_so_and_nothing_else(
+def test_a_plain_request_to_a_tls_server_learns_only_that_tls_is_required(
     serve: Serve, own: certificate.Certificate
 ) -> None:
     service = serve(Keys(TOKEN), certificate=own)
@@ -109,9 +109,7 @@ def test_a_plain_request_where_tls_is_demanded_is_told_so_and_nothing_else(
         assert_refused(said(connected(service), words), 426, "expected TLS, got a plain connection; use wss://")
 
 
-async def test_a_scheme_that_does_not_fit_the_server_is_told_with_the_one_that_does(
-    serve: Serve, own: certificate.Certificate
-) -> None:
+async def test_the_wrong_scheme_is_answered_with_the_right_one(serve: Serve, own: certificate.Certificate) -> None:
     secure, plain = serve(certificate=own), serve()
     with pytest.raises(InputError, match=f"speaks TLS only; use wss://127.0.0.1:{secure.port}/ws"):
         await dial(f"ws://{secure.address}/ws")
@@ -120,7 +118,7 @@ async def test_a_scheme_that_does_not_fit_the_server_is_told_with_the_one_that_d
             await dial(f"wss://{plain.address}/ws{pin}")
 
 
-async def test_a_device_dials_a_certificate_it_knows_by_its_fingerprint(
+async def test_a_device_accepts_a_certificate_with_the_known_fingerprint(
     serve: Serve, own: certificate.Certificate
 ) -> None:
     service = serve(Keys(TOKEN), certificate=own)
@@ -128,7 +126,7 @@ async def test_a_device_dials_a_certificate_it_knows_by_its_fingerprint(
         assert await joined(f"wss://{service.address}/ws#sha256:{fingerprint}", TOKEN) == "welcome"
 
 
-async def test_a_certificate_nobody_vouches_for_is_refused_and_the_fingerprint_named(
+async def test_an_untrusted_certificate_is_refused_with_its_fingerprint(
     serve: Serve, own: certificate.Certificate
 ) -> None:
     service = serve(certificate=own)
@@ -136,7 +134,7 @@ async def test_a_certificate_nobody_vouches_for_is_refused_and_the_fingerprint_n
         await dial(f"wss://{service.address}/ws")
 
 
-async def test_a_certificate_an_authority_signed_needs_no_fingerprint(
+async def test_a_certificate_signed_by_an_authority_needs_no_fingerprint(
     serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certificate.own(tmp_path / "authority.pem", ["train.example.org"])
@@ -151,21 +149,21 @@ async def test_a_certificate_an_authority_signed_needs_no_fingerprint(
             await dial(f"wss://127.0.0.2:{port}/ws")
 
 
-async def test_before_a_foreign_certificate_a_device_says_not_a_word(own: certificate.Certificate) -> None:
+async def test_a_device_sends_nothing_to_a_server_with_a_foreign_certificate(own: certificate.Certificate) -> None:
     other = certificate.own(None, [])
     heard = list[bytes]()
     with socket.create_server(("127.0.0.1", 0)) as listening:
 
         def listen() -> None:
             connection, _ = listening.accept()
-            with connection, contextlib.suppress(OSError):  # it may leave before or after TLS is agreed upon
+            with connection, contextlib.suppress(OSError):  # it may leave before or after the TLS handshake
                 connection.settimeout(SOON_S)
                 with other.context.wrap_socket(connection, server_side=True) as secured:
                     heard.append(secured.recv(65536))
 
         listener = threading.Thread(target=listen)
         listener.start()
-        expected = f"to be sha256:{own.fingerprint}, got sha256:{other.fingerprint}; someone may sit in between"
+        expected = f"to be sha256:{own.fingerprint}, got sha256:{other.fingerprint}; "
         with pytest.raises(InputError, match=expected):
             await dial(f"wss://127.0.0.1:{listening.getsockname()[1]}/ws#sha256:{own.fingerprint}")
         await asyncio.to_thread(listener.join, SOON_S)
@@ -182,14 +180,14 @@ async def test_before_a_foreign_certificate_a_device_says_not_a_word(own: certif
         ("https://host:7077/#sha256:" + "ab" * 32, "wss://host:7077/ws#sha256:" + "ab" * 32),
     ],
 )
-def test_the_fingerprint_of_an_address_reaches_who_dials(typed: str, dialled: str) -> None:
+def test_the_fingerprint_in_an_address_is_kept_in_the_url(typed: str, dialled: str) -> None:
     assert socket_url(typed) == dialled
 
 
 @pytest.mark.parametrize(
     "url", ["wss://127.0.0.1:1/ws#sha256:12", "wss://127.0.0.1:1/ws#md5:12", "ws://127.0.0.1:1/ws#sha256:" + "ab" * 32]
 )
-async def test_an_address_with_a_fingerprint_that_cannot_be_is_an_input_error(url: str) -> None:
+async def test_an_address_with_an_impossible_fingerprint_is_an_input_error(url: str) -> None:
     with pytest.raises(InputError, match="expected"):
         await dial(url)
 
@@ -197,7 +195,7 @@ async def test_an_address_with_a_fingerprint_that_cannot_be_is_an_input_error(ur
 # ------------------------------------------------------------------------------------------------ certificates
 
 
-def test_a_certificate_of_its_own_survives_a_restart_and_is_its_owners_alone(tmp_path: Path) -> None:
+def test_a_self_made_certificate_survives_a_restart_and_is_private_to_its_owner(tmp_path: Path) -> None:
     path = tmp_path / "run" / certificate.FILE
     first, second = (certificate.own(path, ["0.0.0.0", "train.example.org", "192.0.2.1"]) for _ in range(2))
     assert first.fingerprint == second.fingerprint != certificate.own(None, []).fingerprint
@@ -206,7 +204,7 @@ def test_a_certificate_of_its_own_survives_a_restart_and_is_its_owners_alone(tmp
     assert [entry.name for entry in path.parent.iterdir()] == [certificate.FILE]
 
 
-def test_files_that_are_no_certificate_and_key_are_told(tmp_path: Path) -> None:
+def test_invalid_certificate_and_key_files_are_reported(tmp_path: Path) -> None:
     certificate.own(tmp_path / "whole.pem", [])
     key, _, chain = (tmp_path / "whole.pem").read_text().partition("-----BEGIN CERTIFICATE-----")
     (tmp_path / "chain.pem").write_text("-----BEGIN CERTIFICATE-----" + chain)
@@ -226,7 +224,7 @@ def test_files_that_are_no_certificate_and_key_are_told(tmp_path: Path) -> None:
             certificate.given(tmp_path / chain_name, tmp_path / key_name if key_name else None)
 
 
-def test_a_fleet_tells_other_machines_the_fingerprint_of_its_own_certificate_and_the_name_of_a_given_one(
+def test_the_join_command_has_an_own_certificates_fingerprint_or_a_given_ones_name(
     tmp_path: Path,
 ) -> None:
     with Fleet.serve("127.0.0.1:0", token=TOKEN, tls=True) as fleet:
@@ -240,11 +238,11 @@ def test_a_fleet_tells_other_machines_the_fingerprint_of_its_own_certificate_and
         assert fleet.join_command == f"cleave join wss://localhost:{fleet.url.split(':')[2].split('#')[0]}"
 
 
-# ------------------------------------------------------------------------------------------------ who asks
+# ------------------------------------------------------------------------------------------------ tokens, roles
 
 
 async def joined(url: str, token: str, version: int = messages.VERSION) -> str:
-    """What the server answers to a hello."""
+    """The server's answer to a hello: the reason for a refusal, or the message type."""
     async with asyncio.timeout(SOON_S):
         channel = await dial(url)
         hello = messages.Hello(
@@ -253,10 +251,10 @@ async def joined(url: str, token: str, version: int = messages.VERSION) -> str:
         await channel.send(hello)
         answer = (await channel.receive()).message
         await channel.close()
-    return answer.reason if isinstance(answer, messages.Refused) else type(answer).__name__.lower()
+    return answer.reason if isinstance(answer, messages.Refused) else answer.type_name()
 
 
-async def test_a_wrong_or_missing_token_or_version_is_refused_with_a_reason_alone(serve: Serve) -> None:
+async def test_a_wrong_or_missing_token_or_version_is_refused_with_only_a_reason(serve: Serve) -> None:
     service = serve(Keys(TOKEN))
     url = f"ws://{service.address}/ws"
     for token in ("", "guess", TOKEN[:-1], TOKEN + " "):
@@ -270,7 +268,7 @@ async def test_a_wrong_or_missing_token_or_version_is_refused_with_a_reason_alon
     assert await joined(url, TOKEN) == "welcome"
 
 
-async def test_a_revoked_token_no_longer_joins_a_server_that_runs(serve: Serve, tmp_path: Path) -> None:
+async def test_a_revoked_token_no_longer_joins_a_running_server(serve: Serve, tmp_path: Path) -> None:
     person = Keys(path=tmp_path / FILE)
     key, token = person.add("device")
     _, admin = person.add("admin")
@@ -282,7 +280,7 @@ async def test_a_revoked_token_no_longer_joins_a_server_that_runs(serve: Serve, 
     assert "token" in await joined(url, token)
 
 
-def test_the_status_is_for_administrators(serve: Serve, tmp_path: Path) -> None:
+def test_the_status_is_for_administrators_only(serve: Serve, tmp_path: Path) -> None:
     person = Keys(path=tmp_path / FILE)
     _, device = person.add("device", TOKEN)
     key, admin = person.add("admin")
@@ -303,7 +301,7 @@ def test_the_status_is_for_administrators(serve: Serve, tmp_path: Path) -> None:
     assert_refused(said(connected(service), right), 401, "expected an admin token")
 
 
-def test_where_only_this_machine_gets_and_no_token_is_asked_for_the_status_is_open(serve: Serve) -> None:
+def test_the_status_is_open_on_a_loopback_server_without_tokens(serve: Serve) -> None:
     service = serve()
     for host in ("127.0.0.1", "localhost:7077", "[::1]:7077"):
         answer = said(connected(service), request("/api/status", host=host))
@@ -312,23 +310,23 @@ def test_where_only_this_machine_gets_and_no_token_is_asked_for_the_status_is_op
 
 
 @pytest.mark.parametrize("path", ["/", "/api", "/api/status/", "/metrics", "/docs", "/%2e%2e/etc", "/keys.json"])
-def test_an_unknown_path_is_not_found_and_says_no_more(serve: Serve, path: str) -> None:
+def test_an_unknown_path_is_not_found_and_reveals_nothing(serve: Serve, path: str) -> None:
     answer = said(connected(serve(Keys(TOKEN))), request(path))
     assert answer.split(b" ")[1] in (b"404", b"307")
     assert_nothing_revealed(answer)
 
 
-def test_a_websocket_elsewhere_and_what_is_no_http_are_refused_without_a_word_about_the_run(serve: Serve) -> None:
+def test_websockets_on_other_paths_and_non_http_are_refused_and_learn_nothing(serve: Serve) -> None:
     service = serve(Keys(TOKEN))
     assert_refused(said(connected(service), request("/", *UPGRADE)), 404, "devices join at /ws")
     for words in (b"\r\n\r\n", b"nonsense\r\n\r\n", request("/ws", "Content-Length: x")):
         assert_nothing_revealed(said(connected(service), words))
 
 
-# ------------------------------------------------------------------------------------------------ pages of others
+# ------------------------------------------------------------------------------------------------ foreign pages
 
 
-def test_a_page_of_another_site_cannot_join_in_its_visitors_name(serve: Serve) -> None:
+def test_a_page_from_another_site_cannot_join_on_its_visitors_behalf(serve: Serve) -> None:
     service = serve(Keys(TOKEN))
     foreign = request("/ws", *UPGRADE, "Origin: https://evil.example", host=f"127.0.0.1:{service.port}")
     assert_refused(said(connected(service), foreign), 403, "got one of another site")
@@ -338,7 +336,7 @@ def test_a_page_of_another_site_cannot_join_in_its_visitors_name(serve: Serve) -
         assert connection.recv(12) == b"HTTP/1.1 101"
 
 
-def test_a_name_made_to_lead_here_gets_nothing_from_an_open_server(serve: Serve) -> None:
+def test_dns_rebinding_gets_nothing_from_an_open_server(serve: Serve) -> None:
     service = serve()
     for words in (request("/api/status", host="evil.example"), request("/ws", *UPGRADE, host="evil.example")):
         assert_refused(said(connected(service), words), 403, "use 127.0.0.1, or give the run a token")
@@ -364,34 +362,36 @@ def test_a_name_made_to_lead_here_gets_nothing_from_an_open_server(serve: Serve)
         (["http://[bad"], "server:7077", False),
     ],
 )
-def test_a_page_is_of_this_server_if_host_and_port_are_the_same(origins: list[str], host: str, fits: bool) -> None:
+def test_a_page_belongs_to_this_server_if_host_and_port_match(origins: list[str], host: str, fits: bool) -> None:
     assert (objection_to(origins, [host], open_here=False) == "") == fits
 
 
 @given(st.lists(st.text(), max_size=2), st.lists(st.text(), max_size=2), st.booleans())
-def test_no_header_is_too_odd_to_be_judged(origins: list[str], hosts: list[str], open_here: bool) -> None:
+def test_any_origin_and_host_headers_can_be_judged(origins: list[str], hosts: list[str], open_here: bool) -> None:
     assert isinstance(objection_to(origins, hosts, open_here=open_here), str)
 
 
-# ------------------------------------------------------------------------------------------------ how many, how slow
+# ------------------------------------------------------------------------------------------------ limits
 
 
-def test_who_says_nothing_or_never_finishes_a_request_is_let_go(serve: Serve, own: certificate.Certificate) -> None:
+def test_silent_connections_and_unfinished_requests_are_disconnected(
+    serve: Serve, own: certificate.Certificate
+) -> None:
     quick = Limits(first_byte_s=0.2, request_s=0.2)
     for service in (serve(limits=quick), serve(limits=quick, certificate=own)):
         assert said(connected(service), b"") == b""
     plain, secure = serve(limits=quick), serve(limits=quick, certificate=own)
     assert said(connected(plain), b"GET /api/status HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Slow: ") == b""
-    assert said(connected(secure), b"\x16\x03\x01\x02\x00\x01\x00") == b""  # a TLS hello that never ends
+    assert said(connected(secure), b"\x16\x03\x01\x02\x00\x01\x00") == b""  # an unfinished TLS hello
 
 
-def test_a_request_with_a_body_that_never_comes_is_let_go_after_its_answer(serve: Serve) -> None:
+def test_a_request_whose_body_never_comes_is_disconnected_after_its_answer(serve: Serve) -> None:
     service = serve(Keys(TOKEN), limits=Limits(request_s=0.2))
     answer = said(connected(service), request("/api/status", "Content-Length: 1000000"))
     assert_refused(answer, 401, "admin token")
 
 
-def test_one_address_has_so_many_places_and_who_leaves_makes_room(serve: Serve) -> None:
+def test_connections_per_address_are_limited_and_leaving_frees_a_place(serve: Serve) -> None:
     notes: list[str] = []
     service = serve(Keys(TOKEN), limits=Limits(per_loopback=3, per_s=1e6, burst=1_000_000), say=notes.append)
     upgraded = connected(service)
@@ -403,7 +403,7 @@ def test_one_address_has_so_many_places_and_who_leaves_makes_room(serve: Serve) 
     assert notes == ["a connection from 127.0.0.1 was refused: 3 connections from 127.0.0.1 are open"]
     for leaving in (upgraded, silent[0]):  # one that joined, and one that never spoke
         leaving.close()
-        while True:  # until the server has noticed
+        while True:  # until the server notices
             try:
                 answer = said(connected(service), request("/api/status"))
             except ConnectionError:
@@ -416,7 +416,7 @@ def test_one_address_has_so_many_places_and_who_leaves_makes_room(serve: Serve) 
         connection.close()
 
 
-async def test_a_stranger_may_send_a_hello_and_nothing_larger(serve: Serve) -> None:
+async def test_a_stranger_may_send_nothing_larger_than_a_hello(serve: Serve) -> None:
     service = serve(Keys(TOKEN))
     async with asyncio.timeout(SOON_S):
         channel = await dial(f"ws://{service.address}/ws")
@@ -430,7 +430,7 @@ async def test_a_stranger_may_send_a_hello_and_nothing_larger(serve: Serve) -> N
 
 
 class Crowd:
-    """A census of few places and a slow door."""
+    """A census with few places and a low rate limit."""
 
     limits = Limits(connections=5, per_address=3, per_loopback=4, burst=4, per_s=2.0)
 
@@ -441,7 +441,7 @@ class Crowd:
         return self.census.enter(address, now_s) == ""
 
 
-def test_an_address_is_counted_alone_and_all_together() -> None:
+def test_connections_are_limited_per_address_and_in_total() -> None:
     crowd = Crowd()
     assert [crowd.come("192.0.2.1") for _ in range(4)] == [True, True, True, False]
     assert [crowd.come(f"192.0.2.{n}") for n in (2, 3, 4)] == [True, True, False]
@@ -450,7 +450,7 @@ def test_an_address_is_counted_alone_and_all_together() -> None:
     assert crowd.census.total == 5
 
 
-def test_an_address_comes_no_faster_than_it_may() -> None:
+def test_an_address_connects_no_faster_than_its_rate_limit() -> None:
     crowd, now_s = Crowd(), 0.0
     came = 0
     for _ in range(1000):
@@ -480,7 +480,7 @@ def test_addresses_of_one_subscriber_count_as_one(one: str, other: str, same: bo
 
 
 @given(st.lists(st.tuples(st.sampled_from(["192.0.2.1", "192.0.2.2", "::1", "2001:db8::1"]), st.booleans())))
-def test_a_census_never_forgets_and_never_keeps_who_left(moves: list[tuple[str, bool]]) -> None:
+def test_a_census_counts_exactly_the_connections_that_are_open(moves: list[tuple[str, bool]]) -> None:
     crowd, inside, now_s = Crowd(), list[str](), 0.0
     for address, comes in moves:
         now_s += 10.0

@@ -1,4 +1,4 @@
-"""Who may enter: hashes at rest, roles apart, revocation across processes, and no key at all."""
+"""Laws of tokens: only hashes at rest, separate roles, revocation across processes, and runs without any key."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ def test_a_given_token_joins_and_no_other_does() -> None:
     assert not keys.is_valid("0badc0de")
 
 
-def test_a_lent_token_closes_the_door_to_nobody_and_stays_good_when_it_closes(path: Path) -> None:
+def test_a_lent_token_leaves_a_run_open_and_stays_valid_once_it_closes(path: Path) -> None:
     keys = Keys(path=path)
     lent = keys.lend()
     ours, theirs = keys.identify(lent), keys.identify("")
     assert ours
     assert theirs == ""
-    Keys(path=path).add("device")  # another process closes the door
+    Keys(path=path).add("device")  # another process closes the run
     assert keys.is_valid(ours)
     assert not keys.is_valid(theirs)
     assert keys.identify("") is None
@@ -58,7 +58,7 @@ def test_a_lent_token_closes_the_door_to_nobody_and_stays_good_when_it_closes(pa
     assert not keys.administers(lent)
 
 
-def test_a_lent_or_given_token_is_on_no_disk(path: Path) -> None:
+def test_lent_and_given_tokens_are_never_written_to_disk(path: Path) -> None:
     keys = Keys("chosen", path=path)
     lent = keys.lend()
     keys.add("device")
@@ -70,7 +70,7 @@ def test_a_lent_or_given_token_is_on_no_disk(path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ at rest
 
 
-def test_a_token_is_good_after_a_restart_though_only_its_hash_was_kept(path: Path) -> None:
+def test_a_token_is_valid_after_a_restart_though_only_its_hash_was_kept(path: Path) -> None:
     key, token = Keys(path=path).add("device")
     text = path.read_text()
     assert token not in text
@@ -82,7 +82,7 @@ def test_a_token_is_good_after_a_restart_though_only_its_hash_was_kept(path: Pat
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
-def test_the_file_is_its_owners_alone_and_nothing_else_is_left(path: Path) -> None:
+def test_the_key_file_is_private_to_its_owner_and_no_other_file_is_left(path: Path) -> None:
     keys = Keys(path=path)
     for _ in range(3):
         keys.add("device")
@@ -90,19 +90,19 @@ def test_the_file_is_its_owners_alone_and_nothing_else_is_left(path: Path) -> No
     assert [entry.name for entry in path.parent.iterdir()] == [FILE]
 
 
-def test_the_same_token_has_another_hash_in_another_run(tmp_path: Path) -> None:
+def test_the_same_token_has_a_different_hash_in_each_run(tmp_path: Path) -> None:
     hashes = {Keys(path=tmp_path / run / FILE).add("device", "the same words")[0].hash for run in "ab"}
     assert len(hashes) == 2
 
 
 @pytest.mark.parametrize("text", ["", "{", "[{}]", '[{"id": 1}]', '{"id": "x"}', "null", "\x00"])
-def test_a_torn_file_is_an_error_with_a_sentence(path: Path, text: str) -> None:
+def test_a_torn_key_file_is_a_one_sentence_error(path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(InputError, match=r"expected the keys of a run in .*keys\.json, but .+; restore the file"):
         Keys(path=path)
 
 
-def test_a_server_that_runs_survives_a_torn_or_missing_file_and_lets_nobody_new_in(path: Path) -> None:
+def test_a_running_server_survives_a_torn_or_missing_file_and_admits_nobody_new(path: Path) -> None:
     keys = Keys(path=path)
     key, token = keys.add("device")
     whole = path.read_bytes()
@@ -122,14 +122,14 @@ def test_a_server_that_runs_survives_a_torn_or_missing_file_and_lets_nobody_new_
 def test_an_admin_token_does_not_join_and_a_device_token_does_not_administer(path: Path) -> None:
     keys = Keys(path=path)
     (_, device), (_, admin) = keys.add("device"), keys.add("admin")
-    for _ in range(2):  # the second time from memory
+    for _ in range(2):  # the second time from the cache
         assert keys.identify(admin) is None
         assert not keys.administers(device)
         assert keys.administers(admin)
         assert keys.identify(device)
 
 
-def test_a_revoked_token_no_longer_joins_even_where_it_was_remembered(path: Path) -> None:
+def test_a_revoked_token_no_longer_joins_even_if_it_was_cached(path: Path) -> None:
     server, person = Keys(path=path), Keys(path=path)
     key, token = person.add("device")
     other, still_good = person.add("device")
@@ -140,7 +140,7 @@ def test_a_revoked_token_no_longer_joins_even_where_it_was_remembered(path: Path
     assert server.identify(still_good) == other.id
 
 
-def test_revoking_the_last_key_does_not_open_the_door(path: Path) -> None:
+def test_revoking_the_last_key_does_not_open_the_run(path: Path) -> None:
     keys = Keys(path=path)
     keys.revoke(keys.add("device")[0].id)
     assert not keys.is_open
@@ -149,7 +149,7 @@ def test_revoking_the_last_key_does_not_open_the_door(path: Path) -> None:
     assert not Keys(path=path).is_open
 
 
-def test_a_token_that_was_ever_used_is_not_taken_again(path: Path) -> None:
+def test_a_token_that_was_ever_used_cannot_be_added_again(path: Path) -> None:
     keys = Keys(path=path)
     key, token = keys.add("device", "a chosen token")
     keys.revoke(key.id)
@@ -158,7 +158,7 @@ def test_a_token_that_was_ever_used_is_not_taken_again(path: Path) -> None:
             keys.add(role, token)
 
 
-def test_a_key_that_is_not_there_cannot_be_revoked(path: Path) -> None:
+def test_a_key_that_does_not_exist_cannot_be_revoked(path: Path) -> None:
     keys = Keys(path=path)
     key, _ = keys.add("device")
     with pytest.raises(InputError, match=f"'nobody'.*{key.id}"):
@@ -168,7 +168,7 @@ def test_a_key_that_is_not_there_cannot_be_revoked(path: Path) -> None:
 # ------------------------------------------------------------------------------------------------ cleave token
 
 
-def test_a_person_adds_lists_and_revokes_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_token_command_adds_lists_and_revokes_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = str(tmp_path)
 
     def said(*arguments: str) -> dict[str, object]:
@@ -194,7 +194,7 @@ def test_a_person_adds_lists_and_revokes_tokens(tmp_path: Path, capsys: pytest.C
 
 
 @pytest.mark.parametrize("arguments", [["list"], ["revoke", "x"]])
-def test_a_directory_without_tokens_is_told(
+def test_a_directory_without_tokens_is_reported(
     tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["token", *arguments, "--out", str(tmp_path)]) == 2

@@ -1,4 +1,4 @@
-"""Laws of pieces: however a product is tiled, its pieces add up to it, and what is left of one is a block again."""
+"""Laws of pieces: however a product is tiled, its pieces add up to it, and any part of a piece is again a block."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ sizes = st.integers(1, 9)
 
 @dataclass(frozen=True)
 class Case:
-    """A product, the numbers behind its tensors, and what it should give."""
+    """A product, the numbers behind its tensors, and the expected outputs."""
 
     product: Product
     numbers: dict[int, Matrix]
@@ -35,7 +35,7 @@ class Case:
 
 
 def case(role: Role, tokens: int, width: int, members: Sequence[int], seed: int) -> Case:
-    """Small whole numbers: sums of them are exact in any order."""
+    """A case of small integers, whose sums are exact in any order."""
     rng = np.random.default_rng(seed)
 
     def draw(rows: int, cols: int) -> Matrix:
@@ -64,7 +64,7 @@ cases = st.builds(
 
 
 def tilings_of(case: Case) -> st.SearchStrategy[list[Extent]]:
-    """The whole product, cut in two again and again along some axis."""
+    """Tilings made by repeatedly cutting blocks in two along some axis."""
     gemm = case.product.gemm
     whole = Extent((0, gemm.m), (0, gemm.n), (0, gemm.k))
     cuts = st.lists(st.tuples(st.integers(0, 99), st.sampled_from(["rows", "cols", "inner"]), st.floats(0.1, 0.9)))
@@ -98,7 +98,7 @@ def computed(case: Case, piece: Piece) -> Matrix:
 
 
 def replayed(case: Case, extents: list[Extent]) -> list[Matrix]:
-    """What the cluster does with pieces: partial ones are added, others written."""
+    """Outputs assembled as by the cluster: partial pieces are added, others written."""
     outputs = [np.zeros(shape, dtype=np.float32) for shape in case.product.outputs]
     written = [np.zeros(shape, dtype=int) for shape in case.product.outputs]
     for extent in extents:
@@ -133,7 +133,7 @@ def test_pieces_of_a_product_cut_to_a_memory_add_up_to_it(case: Case, memory: fl
 
 @steady
 @given(cases, st.data())
-def test_a_part_of_a_piece_is_a_block_that_gives_that_part(case: Case, data: st.DataObject) -> None:
+def test_any_part_of_a_piece_can_be_computed_as_a_block(case: Case, data: st.DataObject) -> None:
     block = data.draw(st.sampled_from(data.draw(tilings_of(case))))
     piece = data.draw(st.sampled_from(list(case.product.pieces(block))))
 
@@ -161,7 +161,7 @@ def test_the_whole_product_has_one_whole_piece_for_each_output(case: Case) -> No
     assert not any(piece.is_partial for piece in pieces)
 
 
-def test_layers_side_by_side_are_cut_at_their_borders() -> None:
+def test_a_block_across_grouped_layers_is_cut_at_their_borders() -> None:
     """A block of columns 1-6 of two layers 4 and 5 wide is columns 1-4 of one and 0-2 of the other."""
     made = case("forward", 3, 2, [4, 5], 0)
     first, second = made.product.pieces(Extent((0, 3), (1, 6), (0, 2)))

@@ -1,4 +1,4 @@
-"""Laws of the numbers between stages: however results come, what enters the next stage is the residual sum of them."""
+"""Laws of activations between stages: however results arrive, the next stage receives their residual sum."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLENTY = 1 << 30
 
 
 def numbers(rng: np.random.Generator, *shape: int) -> Matrix:
-    """Small whole ones: sums are exact in any order."""
+    """Small integers, whose sums are exact in any order."""
     return rng.integers(-8, 9, shape).astype(np.float32)
 
 
@@ -67,7 +67,7 @@ def values(tensor: Tensor) -> Matrix:
 def test_partial_sums_in_any_order_give_the_residual_sum(
     slices: list[int], sequences: int, sequence: int, chunk: int, budget_bytes: int, seed: int
 ) -> None:
-    """Forward y = x + sum of slices, or y itself where there is one; backward alike. On disk as in memory."""
+    """Forward y = x + sum of slices, or y itself for a single slice; backward likewise. On disk as in memory."""
     rng, of = np.random.default_rng(seed), batch(sequences, sequence)
     found = between(of, slices, chunk, budget_bytes=budget_bytes)
     parts = [[numbers(rng, *of.x.shape) for _ in range(count)] for count in slices]
@@ -117,7 +117,7 @@ def test_chunks_tile_the_rows_of_a_batch(sequences: int, sequence: int, chunk: i
     chunk=st.integers(1, 5),
     seed=st.integers(0, 99),
 )
-def test_the_loss_is_that_of_the_whole_vocabulary_however_it_is_cut(
+def test_the_loss_is_that_of_the_whole_vocabulary_however_it_is_sliced(
     cuts: set[int], sequences: int, sequence: int, chunk: int, seed: int
 ) -> None:
     torch = pytest.importorskip("torch")
@@ -151,7 +151,7 @@ def test_the_loss_is_that_of_the_whole_vocabulary_however_it_is_cut(
             np.testing.assert_array_equal(given_back[:, 1], scales[rows, 0])
 
 
-def test_beyond_the_budget_numbers_lie_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_activations_beyond_the_budget_are_kept_on_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     of = batch(2, 8)
     size = of.x.nbytes
@@ -160,11 +160,11 @@ def test_beyond_the_budget_numbers_lie_on_disk(monkeypatch: pytest.MonkeyPatch, 
         for at in range(2):
             found.put_forward(stage, 0, at, 0, np.ones((8, HIDDEN), np.float32))
     kinds = [isinstance(found._x[stage], np.memmap) for stage in range(4)]  # pyright: ignore[reportPrivateUsage]
-    assert kinds == [False, False, True, True], "the batch's own, one within the budget, two beyond it"
+    assert kinds == [False, False, True, True], "the batch's own input, one stage within the budget, two beyond it"
 
 
-def test_backward_that_begins_again_starts_from_the_residual_again() -> None:
-    """Devices were lost, and the same plan begins anew: what had been summed of gradients must not count."""
+def test_a_restarted_backward_starts_from_the_residual_again() -> None:
+    """Devices were lost and the same plan starts over: gradients summed so far must not count."""
     of, ones = batch(1, 4), np.ones((4, HIDDEN), np.float32)
     found = between(of, [2], 4)
     for _ in range(2):
@@ -174,7 +174,7 @@ def test_backward_that_begins_again_starts_from_the_residual_again() -> None:
     np.testing.assert_array_equal(found.dx, 3 * ones)
 
 
-def test_backward_that_begins_again_gives_the_new_gradients_to_devices() -> None:
+def test_a_restarted_backward_sends_devices_the_new_gradients() -> None:
     of, ones = batch(1, 4), np.ones((4, HIDDEN), np.float32)
     found = between(of, [1, 1], 4)
     for value in (1, 2):
@@ -183,7 +183,7 @@ def test_backward_that_begins_again_gives_the_new_gradients_to_devices() -> None
         np.testing.assert_array_equal(values(found.dy(0, 0, 0)), value * ones)
 
 
-def test_without_dx_nothing_is_kept_of_it() -> None:
+def test_an_unwanted_input_gradient_is_not_kept() -> None:
     of = batch(1, 4, wants_dx=False)
     found = between(of, [1], 4)
     found.expect_gradients(np.ones((4, HIDDEN), np.float32))
@@ -192,7 +192,7 @@ def test_without_dx_nothing_is_kept_of_it() -> None:
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_a_chunk_knows_where_its_positions_begin(is_shared: bool) -> None:
+def test_a_chunk_knows_its_first_row_in_the_rotary_table(is_shared: bool) -> None:
     rows = 6 if is_shared else 12
     table = np.arange(rows * 4, dtype=np.float32).reshape(rows, 4)
     found = between(batch(2, 6, rotary=table), [1], 4)
@@ -220,8 +220,8 @@ def test_each_sequence_has_its_own_mask_and_targets() -> None:
             np.testing.assert_array_equal(values(tensor), targets[slice(*found.rows(at, piece))])
 
 
-def test_what_is_released_is_staged_anew_with_the_same_numbers() -> None:
-    """A device may leave after a sequence was through, and another need its rows again."""
+def test_released_tensors_are_staged_again_with_the_same_numbers() -> None:
+    """A device may leave after a sequence is finished, and another may need its rows again."""
     found = between(batch(2, 4), [1], 4)
     first = found.x(0, 1, 0)
     before = values(first).copy()
@@ -233,7 +233,7 @@ def test_what_is_released_is_staged_anew_with_the_same_numbers() -> None:
 
 @pytest.mark.parametrize("format", ["bf16", "fp16", "int8"])
 def test_only_activations_are_rounded(format: WireFormat) -> None:
-    """Positions, masks, targets and what the head gets back are few, and sensitive."""
+    """Positions, masks, targets and the head's gradients are few, and sensitive to rounding."""
     rng, tokens = np.random.default_rng(0), 8
     ones = np.ones((tokens, 1), np.float32)
     of = batch(2, 4, rotary=np.eye(4, dtype=np.float32), targets=ones, scales=ones, mask=np.ones((2, 4), np.float32))

@@ -1,6 +1,6 @@
-"""Lies about resident layers: who is audited is never believed wrongly, is caught, and nothing wrong is handed out.
+"""Audits of resident layers: liars are caught, honest devices are not accused, and no wrong result is handed out.
 
-Everything is real but the network and the clock. What a pass should give is what one honest device alone gives.
+Everything is real except the network and the clock. The expected result of a pass is that of one honest device alone.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Manner = Literal["random", "scaled", "flipped", "stale", "zeros", "one row"]
 
 
 class Watched(World):
-    """With audits."""
+    """A world whose cluster audits devices."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Watched(World):
         return [event.device for event in self.events if isinstance(event, events.ResultRefused)]
 
     def audited(self) -> Counter[str]:
-        """Units of each device."""
+        """Audited units per device."""
         found: Counter[str] = Counter()
         for event in self.events:
             if isinstance(event, events.Audited):
@@ -104,9 +104,9 @@ class Lie:
     kinds: Sequence[Kind]
     manner: Manner = "scaled"
     skip: int = 0
-    """So many results of these kinds are right, before."""
+    """Number of right results of these kinds before the first lie."""
     most: int = 1 << 30
-    """So many are wrong."""
+    """Maximum number of lies."""
     rng: np.random.Generator = field(default_factory=lambda: np.random.default_rng(3))
     is_on: bool = True
     told: int = 0
@@ -134,7 +134,7 @@ class Lie:
 
 
 class LyingChannel(FaultyChannel):
-    """Between an honest worker and the server."""
+    """Falsifies results between an honest worker and the server."""
 
     def __init__(self, inner: Channel, lie: Lie) -> None:
         super().__init__(inner, (), np.random.default_rng(0))
@@ -177,7 +177,7 @@ def _kind(program: object) -> Kind:
 
 
 async def go(world: World, *, has_head: bool = True, seed: int = 0) -> tuple[Matrix, Gradients]:
-    """A batch forward and back; without a head from a gradient that is drawn."""
+    """Run a batch forward and back; without a head, from a random gradient."""
     model = decoder(has_head=has_head)
     batch = model.batch(world.cluster, seed=seed, sequences=SEQUENCES, sequence=SEQUENCE)
     running = world.cluster.run(model.decoder, batch)
@@ -209,7 +209,7 @@ def expected(has_head: bool, seed: int, wire: WireFormat) -> tuple[Matrix, Gradi
 def virtually(main: Coroutine[object, object, None]) -> None:
     for has_head in (True, False):
         for seed in (0, 1):
-            expected(has_head, seed, "fp32")  # in a loop of its own, before this one
+            expected(has_head, seed, "fp32")  # in its own loop, before this one
     run(main, limit_s=LIMIT_S)
 
 
@@ -222,16 +222,16 @@ def assert_same(found: tuple[Matrix, Gradients], *, has_head: bool = True, seed:
     for ours, theirs in pairs:
         assert ours is not None
         assert theirs is not None
-        atol = 2e-5 * max(float(np.abs(theirs).max()), 0.1 * largest)  # some gradients are nothing but rounding
+        atol = 2e-5 * max(float(np.abs(theirs).max()), 0.1 * largest)  # some gradients are pure rounding
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=atol)
 
 
-# ------------------------------------------------------------------------------------------------ the honest
+# ------------------------------------------------------------------------------------------------ honest devices
 
 
 @pytest.mark.parametrize("has_head", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_whoever_is_honest_is_found_right_and_nothing_else_changes(layout: str, has_head: bool) -> None:
+def test_audits_find_honest_devices_right_and_change_no_result(layout: str, has_head: bool) -> None:
     async def main() -> None:
         world = Watched(LAYOUTS[layout], "strict")
         await world.join_all(*HONEST, "eve")
@@ -245,7 +245,7 @@ def test_whoever_is_honest_is_found_right_and_nothing_else_changes(layout: str, 
 
 
 @pytest.mark.parametrize("wire", get_args(WireFormat))
-def test_whoever_is_honest_is_found_right_on_every_wire(wire: WireFormat) -> None:
+def test_audits_find_honest_devices_right_on_every_wire(wire: WireFormat) -> None:
     async def main() -> None:
         world = Watched(LAYOUTS["slices"], "strict", wire=wire)
         await world.join_all(*HONEST, "eve")
@@ -259,7 +259,7 @@ def test_whoever_is_honest_is_found_right_on_every_wire(wire: WireFormat) -> Non
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_strict_audits_every_unit_of_every_pass(layout: str) -> None:
+def test_the_strict_policy_audits_every_unit_of_every_pass(layout: str) -> None:
     chunks = -(-SEQUENCE // CHUNK)
     units = 2 * chunks * SEQUENCES * sum(len(slices) for _, slices in LAYOUTS[layout])
 
@@ -277,23 +277,23 @@ def test_strict_audits_every_unit_of_every_pass(layout: str) -> None:
     virtually(main())
 
 
-def test_of_devices_that_were_found_right_only_a_sample_is_audited() -> None:
+def test_only_a_sample_is_audited_of_devices_found_right_before() -> None:
     async def main() -> None:
         world = Watched(LAYOUTS["pipeline"])
         await world.join_all("ann", "eve")
         await go(world)
-        assert world.audited().keys() == {"ann", "eve"}, "newcomers are"
+        assert world.audited().keys() == {"ann", "eve"}, "newcomers are always audited"
         before = len(world.events)
         for _ in range(60):
             await evaluate(world, sequences=1)
         audits = sum(isinstance(event, events.Audited) for event in world.events[before:])
-        assert 1 <= audits <= 8, "two per cent of 120"
+        assert 1 <= audits <= 8, "about two percent of 120"
         await world.close()
 
     virtually(main())
 
 
-def test_none_audits_nothing() -> None:
+def test_the_none_policy_audits_nothing() -> None:
     async def main() -> None:
         world = Watched(trust="none")
         await world.join_all("ann", "eve")
@@ -304,7 +304,7 @@ def test_none_audits_nothing() -> None:
     virtually(main())
 
 
-def test_a_policy_that_there_is_not_is_refused() -> None:
+def test_an_unknown_audit_policy_is_refused() -> None:
     with pytest.raises(InputError, match="sample, strict or none"):
         Fleet("127.0.0.1:0", trust="blind")  # pyright: ignore[reportArgumentType]
     assert load_config(None, {}).trust == "sample"
@@ -313,13 +313,13 @@ def test_a_policy_that_there_is_not_is_refused() -> None:
         load_config(None, {"trust": "blind"})
 
 
-def test_no_message_tells_a_device_that_it_is_audited() -> None:
+def test_no_message_reveals_that_a_device_is_audited() -> None:
     async def heard(trust: Policy) -> list[AnyMessage]:
         world = Watched(LAYOUTS["slices"], trust)
         await world.join_all(*HONEST)
         device = await world.join_liar(Lie((), "zeros"))
         await go(world)
-        await asyncio.sleep(1.0)  # virtual, until all has been said
+        await asyncio.sleep(1.0)  # virtual, until all messages are through
         await world.close()
         assert bool(world.audited()) == (trust == "strict")
         assert isinstance(device.channel, LyingChannel)
@@ -353,7 +353,7 @@ def test_every_lie_is_caught_and_the_pass_is_right_without_the_liar(layout: str,
 @pytest.mark.parametrize("skip", range(0, 12, 3))
 @pytest.mark.parametrize("kind", get_args(Kind))
 def test_a_single_wrong_result_is_caught(kind: Kind, skip: int) -> None:
-    """The gradient of one tensor among others, one chunk of one sequence."""
+    """One chunk of one sequence, or the gradient of one tensor among others."""
 
     async def main() -> None:
         world = Watched(LAYOUTS["pipeline"])
@@ -369,7 +369,7 @@ def test_a_single_wrong_result_is_caught(kind: Kind, skip: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["forward", "backward"])
-def test_without_a_loss_outputs_and_gradients_are_right_too(kind: Kind) -> None:
+def test_without_a_head_outputs_and_gradients_are_right_despite_a_liar(kind: Kind) -> None:
     async def main() -> None:
         world = Watched(LAYOUTS["pipeline"])
         await world.join_all(*HONEST)
@@ -381,7 +381,7 @@ def test_without_a_loss_outputs_and_gradients_are_right_too(kind: Kind) -> None:
     virtually(main())
 
 
-def test_a_loss_without_gradients_is_right_too() -> None:
+def test_an_evaluation_loss_is_right_despite_a_liar() -> None:
     async def main() -> None:
         world = Watched(LAYOUTS["pipeline"])
         await world.join_all(*HONEST)
@@ -393,7 +393,7 @@ def test_a_loss_without_gradients_is_right_too() -> None:
     virtually(main())
 
 
-def test_who_always_lies_is_quarantined_and_nothing_it_did_was_ever_used() -> None:
+def test_a_constant_liar_is_quarantined_and_none_of_its_results_are_used() -> None:
     async def main() -> None:
         world = Watched()
         await world.join_all(*HONEST)
@@ -408,7 +408,7 @@ def test_who_always_lies_is_quarantined_and_nothing_it_did_was_ever_used() -> No
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_who_lies_once_in_a_while_is_quarantined_in_the_end(seed: int) -> None:
+def test_an_occasional_liar_is_eventually_quarantined(seed: int) -> None:
     async def main() -> None:
         world = Watched(LAYOUTS["pipeline"], seed=seed)
         await world.join("ann")
@@ -427,7 +427,7 @@ def test_who_lies_once_in_a_while_is_quarantined_in_the_end(seed: int) -> None:
     virtually(main())
 
 
-def test_a_liar_who_leaves_before_it_is_read_is_known_when_it_returns() -> None:
+def test_a_liar_that_leaves_before_its_audit_is_suspect_when_it_returns() -> None:
     async def main() -> None:
         world = Watched(LAYOUTS["pipeline"])
         await world.join_all(*HONEST)
@@ -447,22 +447,22 @@ def test_a_liar_who_leaves_before_it_is_read_is_known_when_it_returns() -> None:
     virtually(main())
 
 
-# ------------------------------------------------------------------------------------------------ alone
+# ------------------------------------------------------------------------------------------------ a single device
 
 
-def test_who_is_alone_and_lied_once_does_it_again() -> None:
+def test_the_only_device_redoes_the_pass_after_one_lie() -> None:
     async def main() -> None:
         world = Watched()
         await world.join_liar(Lie(("backward",), most=1))
         assert_same(await go(world))
         assert world.refused() == ["eve"]
-        assert world.audited()["eve"] == 2 * 2 * 2 * SEQUENCES, "both times all of it"
+        assert world.audited()["eve"] == 2 * 2 * 2 * SEQUENCES, "the whole pass, both times"
         await world.close()
 
     virtually(main())
 
 
-def test_nothing_comes_of_a_liar_who_is_alone() -> None:
+def test_a_pass_whose_only_device_always_lies_fails() -> None:
     async def main() -> None:
         world = Watched(gone_s=5.0)
         await world.join_liar(Lie(("collect",)))
@@ -474,7 +474,7 @@ def test_nothing_comes_of_a_liar_who_is_alone() -> None:
     virtually(main())
 
 
-# ------------------------------------------------------------------------------------------------ at the same time
+# ------------------------------------------------------------------------------------------------ during an audit
 
 
 @pytest.mark.parametrize("is_liar", [False, True])
@@ -499,7 +499,7 @@ def test_a_device_may_leave_while_it_is_audited(layout: str, is_liar: bool) -> N
     virtually(main())
 
 
-def test_a_server_that_closes_waits_for_no_audit() -> None:
+def test_closing_the_server_does_not_wait_for_audits() -> None:
     async def main() -> None:
         def closing(inbox: Iterable[Message]) -> Iterator[Matrix]:
             world.loop.create_task(world.cluster.close("it is over", rejoin=False))
@@ -514,7 +514,7 @@ def test_a_server_that_closes_waits_for_no_audit() -> None:
     virtually(main())
 
 
-def test_an_audit_that_cannot_be_made_ends_the_pass() -> None:
+def test_an_audit_that_fails_ends_the_pass() -> None:
     async def main() -> None:
         def failing(inbox: Iterable[Message]) -> Iterator[Matrix]:
             raise MemoryError

@@ -1,4 +1,4 @@
-"""Laws of what a shard takes on a device: no unit takes more than was counted, and weights keep their identities."""
+"""Laws of a shard's tasks on a device: no unit needs more memory than counted, and weights keep their numbers."""
 
 from __future__ import annotations
 
@@ -86,16 +86,16 @@ class Layout:
 
 @pytest.fixture
 def run() -> Run:
-    """A run that is never asked anything: tasks only name it."""
+    """A placeholder run: tasks only refer to it."""
     return object()  # type: ignore[return-value]
 
 
 @steady
 @given(shards(), st.integers(1, 8), st.integers(1, 4), st.booleans())
-def test_with_all_slots_taken_every_unit_still_finds_room(
+def test_every_unit_fits_even_when_all_slots_are_taken(
     shard_of: tuple[str, Shard], chunk: int, open_sequences: int, is_rotary: bool
 ) -> None:
-    """In memory of just the bytes that were counted: states and gradients stay, and each unit fits beside them."""
+    """In exactly the memory that was counted: states and gradients stay, and each unit fits next to them."""
     model, shard = MODELS[shard_of[0]], shard_of[1]
     operands = no_operands()
     rotary = np.zeros((6, 8), np.float32) if is_rotary else None
@@ -110,7 +110,7 @@ def test_with_all_slots_taken_every_unit_still_finds_room(
     while units:
         unit = units.pop(0)
         seat, memory, task = unit.seat, memories[unit.seat.shard], tasks.unit_task(unit)
-        assert memory.place(task) is not None, "there is room"
+        assert memory.place(task) is not None, "the unit fits"
         memory.unplace(task)
         done += 1
         pipeline.received(unit)
@@ -120,7 +120,7 @@ def test_with_all_slots_taken_every_unit_still_finds_room(
     assert done == 2 * batch.sequences * -(-batch.sequence // chunk) * len(memories)
 
 
-def test_desks_are_set_for_the_devices_of_the_plan_as_far_as_their_memory_allows(run: Run) -> None:
+def test_desks_get_as_many_slots_as_device_memory_allows(run: Run) -> None:
     model, operands = MODELS["whole"], no_operands()
     layout = Layout(model, Shard(first=0, count=5), model.batch(operands), operands, 4, run)
     (shard,) = layout.pipeline.shards
@@ -133,7 +133,7 @@ def test_desks_are_set_for_the_devices_of_the_plan_as_far_as_their_memory_allows
 
 @steady
 @given(shards())
-def test_what_is_trained_is_what_the_decoder_says(shard_of: tuple[str, Shard]) -> None:
+def test_a_shard_trains_exactly_the_parameters_its_decoder_trains(shard_of: tuple[str, Shard]) -> None:
     model, shard = MODELS[shard_of[0]], shard_of[1]
     operands = no_operands()
     mine = held(model, shard, model.batch(operands), operands)
@@ -147,7 +147,7 @@ def test_what_is_trained_is_what_the_decoder_says(shard_of: tuple[str, Shard]) -
 
 
 def test_the_same_rectangle_has_the_same_number_in_every_pass() -> None:
-    """So that weights that did not change are not sent again."""
+    """So that unchanged weights are not sent again."""
     model, operands = MODELS["whole"], no_operands()
     batch = model.batch(operands)
     once, again = (held(model, Shard(first=0, count=5), batch, operands) for _ in range(2))

@@ -1,4 +1,4 @@
-"""A decoder that runs as a stack trains as it would by itself: every loss, every gradient, whatever the batch."""
+"""A decoder that runs as a stack trains as it would locally: same losses, same gradients, whatever the batch."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def resident(model: nn.Module, columns: Any, **options: Any) -> Any:
 
 
 def pair(name: str, columns: Any) -> tuple[Any, Any]:
-    """The same model twice: on the fleet, and by itself."""
+    """The same model twice: on the fleet, and local."""
     reference = make(name)
     return resident(copy.deepcopy(reference), columns), reference
 
 
 def padded(side: str, length: int = 12) -> dict[str, torch.Tensor]:
-    """Three sequences, two of them shorter; labels only where there is a word."""
+    """Three sequences, two of them shorter; labels only where there is no padding."""
     batch, mask = tokens(3, 3, length), torch.ones(3, length, dtype=torch.long)
     for row, pads in enumerate((0, 3, 7)):
         mask[row, slice(0, pads) if side == "left" else slice(length - pads, length)] = 0
@@ -41,9 +41,9 @@ def padded(side: str, length: int = 12) -> dict[str, torch.Tensor]:
 
 
 def assert_same_gradients(model: nn.Module, reference: nn.Module, tolerance: float = 1e-5) -> None:
-    """Relative to a gradient's largest entry.
+    """Compare gradients relative to their largest entry.
 
-    A bias of keys moves all scores of a query alike, so its gradient is zero but for rounding, and is left out.
+    A key bias shifts all scores of a query alike, so its gradient is zero up to rounding, and is left out.
     """
     for (name, ours), theirs in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None), name
@@ -63,7 +63,7 @@ def assert_trains_alike(model: nn.Module, reference: nn.Module, tolerance: float
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_loss_and_all_gradients_are_torchs(name: str, columns: LocalColumns) -> None:
+def test_the_loss_and_all_gradients_equal_torchs(name: str, columns: LocalColumns) -> None:
     model, reference = pair(name, columns)
     assert_trains_alike(model, reference, input_ids=tokens(0), labels=tokens(0))
     (stack, batch), *others = columns.passes
@@ -93,7 +93,7 @@ def test_padding_changes_nothing(name: str, side: str, columns: LocalColumns) ->
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt"])
-def test_eager_attention_is_the_same(name: str, columns: LocalColumns) -> None:
+def test_eager_attention_gives_the_same_results(name: str, columns: LocalColumns) -> None:
     model, reference = pair(name, columns)
     for one in (model, reference):
         one.set_attn_implementation("eager")
@@ -102,7 +102,7 @@ def test_eager_attention_is_the_same(name: str, columns: LocalColumns) -> None:
     for one in (model, reference):
         one.zero_grad()
     assert_trains_alike(model, reference, **padded("left"))
-    assert len(columns.passes) == 1, "eager rows that see no key see all of them"
+    assert len(columns.passes) == 1, "with eager attention, rows that see no key attend to all of them"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
@@ -129,7 +129,7 @@ def test_each_sequence_may_have_its_own_positions(name: str, columns: LocalColum
     ],
     ids=["number", "tensor", "ignored", "shifted"],
 )
-def test_the_loss_counts_as_transformers_counts(options: dict[str, Any], columns: LocalColumns) -> None:
+def test_the_loss_is_normalized_as_in_transformers(options: dict[str, Any], columns: LocalColumns) -> None:
     model, reference = pair("llama", columns)
     assert_trains_alike(model, reference, input_ids=tokens(0), labels=tokens(0) % 9, **options)
     assert columns.passes[0][0].head is not None
@@ -143,7 +143,7 @@ def test_labels_that_torch_refuses_are_refused(columns: LocalColumns) -> None:
         assert one(input_ids=tokens(0), labels=torch.full((2, 12), -100)).loss.isnan()
 
 
-def test_another_loss_is_computed_by_its_owner(columns: LocalColumns) -> None:
+def test_a_custom_loss_is_computed_by_the_model_itself(columns: LocalColumns) -> None:
     model, reference = pair("llama", columns)
     for one in (model, reference):
         one.loss_function = lambda logits, labels, **_: logits.square().mean()
@@ -167,7 +167,7 @@ def test_gradients_accumulate_scaled_clipped_and_seen_by_hooks(columns: LocalCol
     assert seen == ["tensor", "accumulated"] * 2
 
 
-def test_a_retained_graph_may_go_back_twice(columns: LocalColumns) -> None:
+def test_a_retained_graph_may_run_backward_twice(columns: LocalColumns) -> None:
     model, reference = pair("gpt2", columns)
     for one in (model, reference):
         loss = one(input_ids=tokens(0), labels=tokens(0)).loss
@@ -176,7 +176,7 @@ def test_a_retained_graph_may_go_back_twice(columns: LocalColumns) -> None:
     assert_same_gradients(model, reference)
 
 
-def test_gradients_of_weights_may_be_asked_for_by_name(columns: LocalColumns) -> None:
+def test_autograd_grad_returns_the_gradients_of_given_weights(columns: LocalColumns) -> None:
     found = []
     for one in pair("qwen2", columns):
         loss = one(input_ids=tokens(0), labels=tokens(0)).loss
@@ -185,17 +185,17 @@ def test_gradients_of_weights_may_be_asked_for_by_name(columns: LocalColumns) ->
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
 
 
-def test_two_batches_may_be_under_way_before_either_goes_back(columns: LocalColumns) -> None:
+def test_two_batches_may_be_in_flight_before_either_runs_backward(columns: LocalColumns) -> None:
     model, reference = pair("llama", columns)
     for one in (model, reference):
-        one(input_ids=tokens(5))  # nobody ever asks for its gradient
+        one(input_ids=tokens(5))  # its gradient is never requested
         first, second = (one(input_ids=tokens(index)).logits for index in (0, 1))
         (first * second).mean().backward()
     assert_same_gradients(model, reference)
     assert len(columns.passes) == 3
 
 
-def test_an_input_written_into_before_backward_is_noticed(columns: LocalColumns) -> None:
+def test_an_input_modified_before_backward_is_detected(columns: LocalColumns) -> None:
     model, _ = pair("llama", columns)
     x = torch.randn(2, 6, 16)
     loss = model(inputs_embeds=x, labels=tokens(0)[:, :6]).loss
@@ -204,7 +204,7 @@ def test_an_input_written_into_before_backward_is_noticed(columns: LocalColumns)
         loss.backward()
 
 
-def test_weights_are_as_fresh_as_the_last_step(columns: LocalColumns) -> None:
+def test_each_pass_uses_the_weights_of_the_last_step(columns: LocalColumns) -> None:
     model, reference = pair("llama", columns)
     losses: list[list[float]] = []
     for one in (model, reference):
@@ -243,7 +243,7 @@ def test_gradients_in_evaluation_mode_come_with_logits(columns: LocalColumns) ->
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_generation_writes_the_same_tokens(name: str, columns: LocalColumns) -> None:
+def test_generation_gives_the_same_tokens(name: str, columns: LocalColumns) -> None:
     model, reference = (one.eval() for one in pair(name, columns))
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
     assert torch.equal(model.generate(tokens(3), **settings), reference.generate(tokens(3), **settings))
@@ -251,7 +251,7 @@ def test_generation_writes_the_same_tokens(name: str, columns: LocalColumns) -> 
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_hidden_states_and_attentions_are_there_when_asked_for(name: str, columns: LocalColumns) -> None:
+def test_hidden_states_and_attentions_are_returned_on_request(name: str, columns: LocalColumns) -> None:
     model, reference = pair(name, columns)
     for one in (model, reference):
         one.set_attn_implementation("eager")
@@ -262,11 +262,11 @@ def test_hidden_states_and_attentions_are_there_when_asked_for(name: str, column
     for kind in ("hidden_states", "attentions"):
         torch.testing.assert_close(ours[kind], theirs[kind], rtol=1e-4, atol=1e-5)
     assert not columns.passes
-    assert_trains_alike(model, reference, input_ids=tokens(0), labels=tokens(0))  # with the hooks that left behind
+    assert_trains_alike(model, reference, input_ids=tokens(0), labels=tokens(0))  # with the hooks left behind by that
     assert len(columns.passes) == 1
 
 
-def test_masks_of_ones_own_and_packed_sequences_go_gemm_by_gemm(columns: LocalColumns) -> None:
+def test_custom_masks_and_packed_sequences_go_gemm_by_gemm(columns: LocalColumns) -> None:
     model, reference = pair("llama", columns)
     own = torch.ones(2, 1, 12, 12, dtype=torch.bool)
     packed = torch.cat((torch.arange(5), torch.arange(7))).expand(2, -1)
@@ -313,14 +313,14 @@ def test_autocast_rounds_no_worse_than_torch(name: str, columns: LocalColumns) -
     assert formats == {"bf16"}
 
 
-def test_half_parameters_travel_as_they_are_and_get_half_gradients(columns: LocalColumns) -> None:
+def test_half_precision_parameters_are_sent_as_they_are_and_get_half_precision_gradients(columns: LocalColumns) -> None:
     model, reference = (one.to(torch.bfloat16) for one in pair("llama", columns))
     assert_trains_alike(model, reference, 0.1, input_ids=tokens(0), labels=tokens(0))
     assert {operand.format for operand in columns.passes[0][1].operands} == {"bf16"}
     assert model.eval()(input_ids=tokens(0), use_cache=False).logits.dtype == torch.bfloat16
 
 
-def test_a_narrow_wire_is_not_for_vectors() -> None:
+def test_vectors_stay_fp32_on_a_narrow_wire() -> None:
     columns = LocalColumns(wire="int8")
     model, reference = pair("opt", columns)
     ours, theirs = (one(input_ids=tokens(0), labels=tokens(0)).loss.item() for one in (model, reference))
@@ -367,17 +367,17 @@ def test_a_base_model_alone_runs_as_a_stack(columns: LocalColumns) -> None:
     assert len(columns.passes) == 1
 
 
-def test_a_layer_called_by_itself_computes_itself(columns: LocalColumns) -> None:
+def test_a_layer_called_directly_computes_locally(columns: LocalColumns) -> None:
     model, reference = pair("opt", columns)
     x = torch.randn(2, 5, 16)
     ours, theirs = (one.model.decoder.layers[0](x) for one in (model, reference))
     torch.testing.assert_close(ours, theirs)
 
 
-# ------------------------------------------------------------------------------------------------ what stays as it was
+# ------------------------------------------------------------------------------------------------ copies, undoing
 
 
-def test_copies_and_pickles_compute_by_themselves(columns: LocalColumns) -> None:
+def test_copies_and_pickles_compute_locally(columns: LocalColumns) -> None:
     model, reference = pair("llama", columns)
     copied, pickled = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     for one in (copied, pickled):
@@ -413,7 +413,7 @@ def test_distributing_again_replaces_the_fleet(columns: LocalColumns) -> None:
     assert other.products > 0
 
 
-# ------------------------------------------------------------------------------------------------ what cannot run
+# ------------------------------------------------------------------------------------------------ fallbacks
 
 
 @pytest.mark.parametrize(
@@ -444,14 +444,14 @@ def test_models_that_cannot_run_as_stacks_say_why_and_train_by_gemms(
     assert not columns.passes
 
 
-def test_dropout_hinders_training_only(columns: LocalColumns) -> None:
+def test_dropout_does_not_prevent_the_stack_in_evaluation(columns: LocalColumns) -> None:
     model: Any = resident(opt(dropout=0.1).train(), columns, grain="auto").eval()
     with torch.no_grad():
         model(input_ids=tokens(0), use_cache=False)
     assert len(columns.passes) == 1
 
 
-def test_hooks_inside_layers_keep_seeing_them(columns: LocalColumns) -> None:
+def test_hooks_inside_layers_still_run(columns: LocalColumns) -> None:
     model, reference = pair("llama", columns)
     seen: list[torch.Size] = []
     hook = model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(output.shape))
@@ -463,7 +463,7 @@ def test_hooks_inside_layers_keep_seeing_them(columns: LocalColumns) -> None:
     assert len(columns.passes) == 1
 
 
-def test_a_head_that_cannot_run_leaves_the_layers_to_the_fleet(columns: LocalColumns) -> None:
+def test_when_the_head_cannot_run_remotely_the_layers_still_do(columns: LocalColumns) -> None:
     said: list[str] = []
     model: Any = resident(make("llama"), columns, say=said.append)
     reference = make("llama")
@@ -476,10 +476,10 @@ def test_a_head_that_cannot_run_leaves_the_layers_to_the_fleet(columns: LocalCol
     assert seen == [torch.Size([2, 12, 61])] * 2
     assert [stack.head for stack, _ in columns.passes] == [None, None]
     assert len(said) == 1
-    assert "the loss is computed here" in said[0]
+    assert "the loss is computed on the server" in said[0]
 
 
-def test_a_cache_that_is_asked_for_is_there(columns: LocalColumns) -> None:
+def test_a_requested_cache_is_returned(columns: LocalColumns) -> None:
     said: list[str] = []
     model: Any = resident(make("llama"), columns, say=said.append)
     output = model(input_ids=tokens(0), labels=tokens(0), use_cache=True)
@@ -489,7 +489,7 @@ def test_a_cache_that_is_asked_for_is_there(columns: LocalColumns) -> None:
     assert not columns.passes
 
 
-def test_a_fleet_that_refuses_gets_gemms(columns: LocalColumns) -> None:
+def test_a_fleet_that_refuses_a_stack_gets_gemms(columns: LocalColumns) -> None:
     columns.refusal = "gemms take 2 s, the stack 3 s"
     model, reference = pair("llama", columns)
     assert_trains_alike(model, reference, input_ids=tokens(0), labels=tokens(0))

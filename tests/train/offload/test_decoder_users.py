@@ -1,4 +1,4 @@
-"""What people train decoders with, and what does not notice the stack: Trainer, LoRA through PEFT, our own loop."""
+"""What people train decoders with, unaware of the stack: Trainer, LoRA through PEFT, our own loop."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_trainer_trains_unmodified(name: str, autocast: bool, tmp_path: Path, co
 
 
 @pytest.mark.parametrize("name", ["llama", "opt", "gpt2"])
-def test_lora_trains_alike_and_leaves_the_rest_untrained(name: str, columns: LocalColumns) -> None:
+def test_lora_trains_the_same_and_leaves_the_rest_untrained(name: str, columns: LocalColumns) -> None:
     from peft import LoraConfig, get_peft_model
 
     def lora() -> Any:
@@ -110,7 +110,7 @@ def test_lora_trains_alike_and_leaves_the_rest_untrained(name: str, columns: Loc
 
 
 @pytest.mark.parametrize("options", [{"use_dora": True}, {"lora_bias": True, "bias": "none"}, {"lora_dropout": 0.2}])
-def test_adapters_that_are_more_than_lora_are_refused(options: dict[str, Any], columns: LocalColumns) -> None:
+def test_adapters_beyond_plain_lora_are_refused(options: dict[str, Any], columns: LocalColumns) -> None:
     from peft import LoraConfig, get_peft_model
 
     with warnings.catch_warnings():
@@ -120,7 +120,7 @@ def test_adapters_that_are_more_than_lora_are_refused(options: dict[str, Any], c
         resident(model, columns)
 
 
-def test_adapters_may_come_after_the_fleet(columns: LocalColumns) -> None:
+def test_adapters_may_be_added_after_distributing(columns: LocalColumns) -> None:
     from peft import LoraConfig, get_peft_model
 
     model: Any = get_peft_model(resident(make("llama"), columns), LoraConfig(r=2, target_modules=["q_proj"]))
@@ -142,7 +142,7 @@ def test_saved_models_do_not_remember_the_fleet(name: str, tmp_path: Path, colum
         assert torch.equal(ours, theirs)
 
 
-def test_our_loop_trains_alike_with_micro_batches_in_threads(tmp_path: Path, columns: LocalColumns) -> None:
+def test_our_loop_trains_the_same_with_micro_batches_in_threads(tmp_path: Path, columns: LocalColumns) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the quick brown fox jumps over the lazy dog\n" * 200)
 

@@ -1,9 +1,9 @@
 """Lower bounds on the time of a gemm: no plan of blocks can be faster under the streamed cost.
 
-2D keeps the inner dimension whole: a device's share of the output is at most the largest area it finishes in time.
-3D may split it: a device's share of the multiply-adds is at most the largest volume. The least time at which all
-shares together cover the gemm is the bound. Under a server cap, egress buys area at a rate that grows with the area,
-so the largest devices come first: that is both the bound and the rule by which the planner selects devices.
+2D does not split the inner dimension: a device's share of the output is at most the largest area it finishes in time.
+3D may split it: a device's share of the multiply-adds is at most the largest volume it finishes. The bound is the
+least time at which all shares together cover the gemm. Under a server cap, egress buys area at a rate that grows with
+the area, so the largest devices come first: that is both the bound and the rule by which the planner selects devices.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _NEVER_S = 1e12
 
 
 def bound_2d(unit: UnitCosts, gemm: Gemm, server: Server) -> float:
-    """Seconds; infinite where memory keeps the devices from ever holding the output at once."""
+    """Seconds without splitting the inner dimension; infinite if memory can never hold the output at once."""
     target = float(gemm.m) * gemm.n
     ingress_s = target * unit.wire_bytes / server.up_bytes_per_s if len(unit) else 0.0
     if unit.remote.all():
         return max(least_time(lambda t: _capped_area(unit, gemm, server, t), target), ingress_s)
 
-    def covered(t: float) -> float:  # what the server computes itself crosses no link
+    def covered(t: float) -> float:  # the server's own part crosses no link
         own = area_within(unit, t, *_sides(gemm), gemm.k)[unit.remote == 0].sum()
         return min(_capped_area(unit, gemm, server, t), own + server.up_bytes_per_s * t / unit.wire_bytes)
 
@@ -36,13 +36,13 @@ def bound_2d(unit: UnitCosts, gemm: Gemm, server: Server) -> float:
 
 
 def bound_3d(unit: UnitCosts, gemm: Gemm, server: Server) -> float:
-    """Seconds, for blocks that may also split the inner dimension; memory aside, so it holds for any rounds."""
+    """Seconds for blocks that may also split the inner dimension; ignores memory, so it holds for any rounds."""
     unit = unit.with_boundless_memory()
     return least_time(lambda t: _capped_volume(unit, gemm, server, t), gemm.flops / 2)
 
 
 def holds_at_once(unit: UnitCosts, gemm: Gemm) -> bool:
-    """Whether the devices' memory could hold the whole gemm in one round, given all the time."""
+    """Whether the devices' memory could hold the whole gemm in one round, given unlimited time."""
     flat = area_within(unit, _NEVER_S, *_sides(gemm), gemm.k).sum() * gemm.k
     need = gemm.flops / 2 * (1 - 1e-9)
     return float(flat) >= need or float(volume_within(unit, _NEVER_S, gemm).sum()) >= need
@@ -51,8 +51,8 @@ def holds_at_once(unit: UnitCosts, gemm: Gemm) -> bool:
 def ideal_overlap_bound(unit: UnitCosts, gemm: Gemm) -> float:
     """The Loomis-Whitney bound: 3D, with download, compute and upload overlapping completely.
 
-    Streaming cannot reach it: results exist only after operands. For a device bound by both links it is
-    (2 / 3 sqrt 3)^(2/3), that is 1.19 times, too low. Kept for comparison with the literature.
+    Streaming cannot reach it: results exist only after operands. For a device bound by both links it is too low by a
+    factor of (2 / 3 sqrt 3)^(2/3), that is 1.19. Kept for comparison with the literature.
     """
 
     def volume(t: float) -> float:
@@ -66,14 +66,14 @@ def ideal_overlap_bound(unit: UnitCosts, gemm: Gemm) -> float:
 
 
 def by_worth(unit: UnitCosts, gemm: Gemm, deadline_s: float) -> Ints:
-    """Devices by what a byte sent to them earns: largest first, the server itself, which costs none, before all."""
+    """Devices by how much output a byte sent to them earns, most first; the server itself, which costs none, leads."""
     areas = area_within(unit, deadline_s, *_sides(gemm), gemm.k)
     order = np.lexsort((-areas, unit.remote))
     return order[areas[order] > 0]
 
 
 def volume_within(unit: UnitCosts, deadline_s: float, gemm: Gemm) -> Floats:
-    """The most multiply-adds each device finishes in time, over all thicknesses of the inner dimension."""
+    """The most multiply-adds each device finishes in time, over all inner thicknesses."""
     thickness = best_inner(unit, deadline_s, *_sides(gemm), gemm.k)
     return thickness * area_within(unit, deadline_s, *_sides(gemm), thickness)
 
@@ -83,12 +83,12 @@ def _sides(gemm: Gemm) -> tuple[float, float]:
 
 
 def _edges(areas: Floats, short: float) -> Floats:
-    """The least rows + columns of a block of such an area."""
+    """The least rows + columns of a block of the given area."""
     return np.where(areas <= short * short, 2 * np.sqrt(areas), short + areas / short)
 
 
 def _capped_area(unit: UnitCosts, gemm: Gemm, server: Server, deadline_s: float) -> float:
-    """The most output that can be done by the deadline: all devices, or those the egress pays for, largest first."""
+    """The most output possible by the deadline: from all devices, or from those the egress pays for, largest first."""
     areas = area_within(unit, deadline_s, *_sides(gemm), gemm.k)
     budget = server.down_bytes_per_s * deadline_s
     spent = unit.remote * unit.wire_bytes * gemm.k * _edges(areas, float(min(gemm.m, gemm.n)))
@@ -105,9 +105,9 @@ def _capped_area(unit: UnitCosts, gemm: Gemm, server: Server, deadline_s: float)
 
 
 def _capped_volume(unit: UnitCosts, gemm: Gemm, server: Server, deadline_s: float) -> float:
-    """As `_capped_area` for volumes: a device's area is at most what its uplink returns, which bounds its reuse.
+    """`_capped_area` for volumes: a device's area is at most what its uplink returns, which bounds its reuse.
 
-    A byte down earns most on devices with the largest possible area, a byte up the whole inner dimension at best; each
+    A byte down earns most on devices with the largest possible area, a byte up at best the whole inner dimension; each
     cap alone gives a bound on the total, and the smaller of the two holds.
     """
     volumes = volume_within(unit, deadline_s, gemm)
@@ -150,7 +150,7 @@ def least_time(work: Callable[[float], float], target: float, tolerance: float =
     turn = 0
     while high - low > tolerance:
         turn += 1
-        if np.isinf(at_low) or turn % 4 == 0:  # before the least latency has passed, or a kink: halve the bracket
+        if np.isinf(at_low) or turn % 4 == 0:  # before the smallest latency, or at a kink: halve the bracket
             guess = (low + high) / 2
         else:
             guess = high - at_high * (high - low) / (at_high - at_low)
@@ -161,4 +161,4 @@ def least_time(work: Callable[[float], float], target: float, tolerance: float =
             high, at_high = guess, value
         else:
             low, at_low = guess, value
-    return float(np.exp(low))  # the side on which it is still a bound
+    return float(np.exp(low))  # the side that is still a lower bound

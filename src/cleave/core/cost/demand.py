@@ -1,6 +1,6 @@
-"""What one shard of a decoder asks of a live device: the laws of `resident.py` with its exact numbers.
+"""Demands of one shard of a decoder on a live device: the laws of `resident.py` with the shard's exact numbers.
 
-For the server, which cuts a shard, reserves memory for it, sets deadlines and gives credit.
+For the server, which cuts shards, reserves memory for them, sets deadlines and gives credit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cleave.core.model.sublayers import sublayers
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardDemand:
-    """What a shard asks of its device for sequences of one length."""
+    """Demands of a shard on its device, for sequences of one length."""
 
     hidden: int
     sequence: int
@@ -37,14 +37,14 @@ class ShardDemand:
     parts: int
     params: int
     trained: int
-    """numbers with a gradient; 0 where none are wanted"""
+    """numbers with a gradient; 0 if no gradients are computed"""
     kv_width: int
     inside: float
     """numbers at work per row inside the widest sublayer"""
     products: Products
-    """with weights; those of scores depend on where a row stands"""
+    """with weights only: products of scores depend on a row's position"""
     rebuilt_products: int
-    """of a row whose K and V alone are made again"""
+    """multiply-adds of a row of which only K and V are recomputed"""
     scores: tuple[ScoreWidths, ...]
 
     @property
@@ -53,18 +53,18 @@ class ShardDemand:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of each open sequence."""
+        """Bytes per open sequence."""
         return int(sequence_bytes(self.terms.state_bytes, self.kv_width, self.sequence))
 
     def workspace_bytes(self, rows: int) -> int:
-        """Bytes of a unit beside its operands."""
+        """Bytes of a unit on top of its operands."""
         keys = self.sequence if self.scores else 0
         return int(
             workspace_bytes(self.terms, rows, parts=self.parts, hidden=self.hidden, inside=self.inside, keys=keys)
         )
 
     def memory_bytes(self, chunk: int, open_sequences: int, tables_bytes: int) -> int:
-        """Bytes of the whole shard with so many sequences open and a chunk at work."""
+        """Bytes of the whole shard with the given number of open sequences and one chunk at work."""
         rows = min(chunk, self.sequence)
         return int(
             memory_bytes(
@@ -79,9 +79,9 @@ class ShardDemand:
         )
 
     def sequences_within(self, room_bytes: int, chunk: int, tables_bytes: int, most: int, shards: int = 1) -> int:
-        """How many sequences, up to `most`, can be open in so much memory; 0: the shard does not fit.
+        """How many sequences, up to `most`, can be open in the given memory; 0 also if the shard does not fit.
 
-        With several `shards` on one device each gets its part of what is left for open sequences.
+        Several `shards` on one device divide the memory left for open sequences equally.
         """
         left = room_bytes - self.memory_bytes(chunk, 0, tables_bytes)
         if left < 0:
@@ -89,7 +89,7 @@ class ShardDemand:
         return min(most, left // (self.state_bytes * shards)) if self.state_bytes else most
 
     def flops(self, direction: Direction, first_row: int, rows: int, *, is_silent: bool = False) -> float:
-        """FLOPs of a unit: some rows of a sequence, one way; a silent forward only makes K and V again."""
+        """FLOPs of a unit: some rows of a sequence in one direction; a silent forward only recomputes K and V."""
         whole = passed = rebuilt = 0.0
         for window, width, passed_width, rebuilt_width in self.scores:
             keys = seen_keys(first_row, rows, window) / rows
@@ -103,18 +103,18 @@ class ShardDemand:
 
 
 class ScoreWidths(NamedTuple):
-    """Widths of the queries of all attentions with the same window."""
+    """Summed query widths of all attentions with the same window."""
 
     window: int | None
     whole: int
     passed: int
-    """of those that backward passes again on its way to later sublayers"""
+    """attentions that backward recomputes to get the inputs of later sublayers"""
     rebuilt: int
-    """of those before the last attention, which a rebuilding of K and V passes"""
+    """attentions before the last, which recomputing K and V runs through"""
 
 
 def shard_demand(decoder: Decoder, shard: Shard, sequence: int, *, is_trained: bool = True) -> ShardDemand:
-    """The demand of a shard, slice or not, with its exact numbers; without `is_trained` no gradients are wanted."""
+    """The exact demand of a shard, slice or not; without `is_trained`, no gradients are computed."""
     of, terms = sublayers(decoder, shard, is_trained=is_trained), live_terms("fp32")
     attentions = [number for number, sublayer in enumerate(of) if sublayer.kind == "attention"]
     last = attentions[-1] if attentions else 0
@@ -148,5 +148,5 @@ def shard_demand(decoder: Decoder, shard: Shard, sequence: int, *, is_trained: b
 
 
 def tables_bytes(batch: Batch[object]) -> int:
-    """Bytes of positions and a mask on a device."""
+    """Bytes of positions and mask on a device."""
     return DEVICE_BYTES * ((0 if batch.rotary is None else batch.rotary.size) + batch.sequence)

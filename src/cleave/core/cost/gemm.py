@@ -1,13 +1,14 @@
 """Laws of a block of one gemm: seconds, bytes and memory, and their inverses.
 
 A block is `rows` x `cols` of the output over `inner` of the inner dimension. A device receives its row strip of A and
-its column strip of B, multiplies, and returns the block. Strips go down in turn (growing square), so that download,
+its column strip of B, multiplies, and returns the block. Strips are sent in turn (a growing square), so that download,
 compute and upload overlap: with d, p, u the seconds of each alone, m = max(p, u) and s = min(d / 2m, 1),
 
     finish = latency + d            if d >= 2m      (the download never waits)
              latency + m (1 + s^2)  otherwise       (m + d^2 / 4m)
 
-Everything is vectorised over devices and knows neither plans nor gemms of a model. docs/cost-model.md derives it.
+Everything is vectorized over devices and knows neither plans nor gemms of a model. docs/cost-model.md has the
+derivations.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ Frame = Literal["inner-side-side", "side-inner-side", "side-side-inner"]
 """How blocks nest: the dimension sheets are stacked in, the one columns lie side by side in, the one devices divide."""
 
 TILE_BYTES = 16e6
-"""Working tiles beside the operands: sub-blocks being multiplied and results waiting for the uplink."""
+"""Working tiles on top of the operands: sub-blocks being multiplied and results waiting for the uplink."""
 PANEL = 256
-"""Inner length of a panel where operands do not fit whole and partial sums stay on the device in fp32."""
+"""Inner length of a panel, for operands that do not fit as a whole; partial sums stay on the device in fp32."""
 ACCUMULATOR_BYTES = 4
 _TINY = 1e-300
 _NO_TRANSFER_S = 1e-30
@@ -41,13 +42,13 @@ _SCAN, _GOLDEN = 16, 26
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UnitCosts:
-    """What one element costs each device: the profile seen through a wire format."""
+    """Cost of one element per device: the profile seen through a wire format."""
 
     wire_bytes: int
     down_s: Floats
     """seconds to receive one operand element"""
     mac_s: Floats
-    """seconds of one multiply-add"""
+    """seconds per multiply-add"""
     up_s: Floats
     """seconds to return one result element"""
     latency_s: Floats
@@ -74,7 +75,7 @@ class UnitCosts:
 
 
 def unit_costs(profiles: Profiles, wire: WireFormat, server: Server) -> UnitCosts:
-    """Costs of every device, and last of the server itself if it computes."""
+    """Costs of every device, then of the server itself if it computes."""
     size = WIRE_BYTES[wire]
     own = 1 if server.flops_per_s > 0 else 0
 
@@ -105,10 +106,10 @@ def finish_s(unit: UnitCosts, rows: Floats, cols: Floats, inner: Real) -> Floats
 
 
 def row_costs_s(unit: UnitCosts, in_width: int, out_width: int) -> tuple[dict[Role, Floats], dict[Role, Floats]]:
-    """A layer cut by tokens, with W held: seconds of each device per token, and however few tokens it takes, by role.
+    """A layer cut by tokens, with W held: seconds per token and fixed seconds of each device, by role.
 
-    Per token a device is busy with the slowest of its links and its compute; dW needs no download, as X and dY are
-    there already, and returns one partial sum of the size of W.
+    Per token a device is busy for the slowest of download, compute and upload; dW needs no download, as the device
+    already has X and dY, and returns one partial sum of the size of W.
     """
     k, n = in_width, out_width
     mac_s = unit.mac_s * (k * n)
@@ -126,7 +127,7 @@ def row_costs_s(unit: UnitCosts, in_width: int, out_width: int) -> tuple[dict[Ro
 
 
 def rows_beside_weights(unit: UnitCosts, in_width: int, out_width: int, *, sums: bool) -> Floats:
-    """The most tokens each device holds (X, dY and a result of each) beside W and, with `sums`, a partial dW."""
+    """The most tokens each device can hold (X, dY and a result of each) besides W and, with `sums`, a partial dW."""
     room = unit.memory_bytes / DEVICE_BYTES - in_width * out_width * (2 if sums else 1)
     return np.floor(np.maximum(room, 0.0) / (in_width + out_width + max(in_width, out_width)))
 
@@ -154,7 +155,7 @@ def held_bytes(rows: int, cols: int, inner: int) -> int:
 
 
 def block_memory_bytes(unit: UnitCosts, rows: Floats, cols: Floats, inner: Real) -> Floats:
-    """The least memory in which a device can do its block: operands whole, or panels beside fp32 partial sums."""
+    """The least memory for each block: complete operands, or panels and fp32 partial sums."""
     whole = unit.wire_bytes * inner * (rows + cols) + _tiles_bytes(unit)
     panel = np.minimum(inner, PANEL)
     panels = unit.wire_bytes * panel * (rows + cols) + ACCUMULATOR_BYTES * rows * cols
@@ -187,8 +188,8 @@ def rows_within(unit: UnitCosts, deadline_s: Real, cols: Real, inner: Real) -> F
 def inner_within(unit: UnitCosts, deadline_s: Real, rows: Real, cols: Real) -> Floats:
     """The longest inner range each device finishes in time and can hold, for a block of given sides.
 
-    The finish grows with m = max(p, u), so the range is the lesser of those for m = p, where all is in proportion to
-    it, and for m = u, where d = 2 sqrt(u (tau - u)) once the upload takes more than half of the time.
+    The finish grows with m = max(p, u), so the range is the lesser of those for m = p, where everything is
+    proportional to it, and for m = u, where d = 2 sqrt(u (tau - u)) once the upload takes more than half of the time.
     """
     tau = np.maximum(deadline_s - unit.latency_s, 0.0)
     edges, area = rows + cols, rows * cols
@@ -216,11 +217,11 @@ def reach(unit: UnitCosts, deadline_s: Real, width: Real, thickness: Real, frame
 def reach_and_slopes(
     unit: UnitCosts, deadline_s: Real, width: Floats, thickness: Real, frame: Frame
 ) -> tuple[Floats, Floats, Floats]:
-    """`reach` with its derivatives by the deadline and by the width.
+    """`reach` and its derivatives with respect to the deadline and the width.
 
     finish(length, width) = deadline gives length_deadline = 1 / f_length and length_width = -f_width / f_length, with
     f_x = s d_x + (1 - s^2) m_x: d grows with a side as down_s inner and with inner as down_s (rows + cols), m in
-    proportion to a side, and to inner only while compute binds. Where memory binds, the deadline moves nothing.
+    proportion to a side, and to inner only while compute binds. Where memory binds, the deadline has no effect.
     """
     length = reach(unit, deadline_s, width, thickness, frame)
     live = length > 0
@@ -270,8 +271,8 @@ def best_inner(unit: UnitCosts, deadline_s: float, short: float, long: float, in
 
     With m = th tau the streamed finish leaves d = 2 tau sqrt(th (1 - th)), and the volume grows as 2 th sqrt(1 - th):
     th = 2/3. Beyond up_s / mac_s compute binds and more thickness only adds download. Where a side or the memory is
-    full at that thickness, another may be better and is searched for: the best one, but for scarce memory, which makes
-    hills a search can miss by a per cent.
+    full at that thickness, another may be better and is searched for. The search finds the best one, except that
+    scarce memory makes hills it can miss by one percent.
     """
     tau = np.maximum(deadline_s - unit.latency_s, 1e-12)
     side = np.sqrt(2 * tau / (3 * unit.up_s))
@@ -285,7 +286,7 @@ def best_inner(unit: UnitCosts, deadline_s: float, short: float, long: float, in
 
 
 def _best_inner_by_search(unit: UnitCosts, deadline_s: float, short: float, long: float, inner: int) -> Floats:
-    """A coarse scan, as memory may make two hills of it, then golden section over the logarithm of the thickness."""
+    """A coarse scan, as memory may make two hills, then golden section over the logarithm of the thickness."""
 
     def volume(log_inner: Floats) -> Floats:
         return np.exp(log_inner) * area_within(unit, deadline_s, short, long, np.exp(log_inner))
@@ -336,7 +337,7 @@ def _area_that_fits(unit: UnitCosts, short: Real, long: Real, inner: Real) -> Fl
 
 
 def _rows_in_time(unit: UnitCosts, deadline_s: Real, cols: Real, inner: Real) -> Floats:
-    """Inverse of `finish_s` in rows, memory aside.
+    """Inverse of `finish_s` in rows, ignoring memory.
 
     Download-bound rows are tau/al - cols. Otherwise m + d^2/4m = tau with m = w rows, w = be cols, d = al (rows + cols)
     is the quadratic (w^2 + al^2/4) rows^2 + (al^2 cols/2 - tau w) rows + al^2 cols^2/4 = 0, whose larger root counts.

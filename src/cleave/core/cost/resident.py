@@ -1,12 +1,12 @@
 """Laws of resident shards: FLOPs, bytes and memory of a device that takes tokens through weights it holds.
 
-Whoever holds a shard gets x for every row and returns y; backward it gets dy and returns dx, so what happens inside
-never crosses a link. Per row, with h hidden numbers: down 2h, up 2h, and h more where x was not kept for backward. Per
-step: the trained weights down, their gradients up.
+Forward, a device with a shard receives x for every row and returns y; backward, it receives dy and returns dx. Inner
+activations never cross a link. Per row, with h hidden numbers: down 2h, up 2h, and h more down if x was not kept for
+backward. Per step: the trained weights down, their gradients up.
 
-Each quantity has one function, vectorised. `shard_costs` applies them to many shards of a model, for planners;
+Each quantity has one function, vectorized. `shard_costs` applies them to many shards of a model, for planners;
 `demand.py` to one shard of a decoder, for the server. The FLOPs of live devices are those of `device/programs`, product
-by product. Knows no plans, no devices and no time; `core/plan` divides by rates.
+by product. This module knows no plans, devices or time; `core/plan` divides by rates.
 """
 
 from __future__ import annotations
@@ -23,36 +23,36 @@ from cleave.core.fleet.profiles import Bools, Floats, Ints
 from cleave.core.model.sublayers import Sublayer
 
 TARGET_BYTES = 4
-"""The head's target of a row."""
+"""The head's target, per row."""
 LOGSUMEXP_BYTES = 8
-"""What the head returns of a row forward (logsumexp, target logit, fp32), and gets back once slices are summed."""
+"""Forward result of the head per row (logsumexp, target logit, fp32), which it gets back once slices are summed."""
 _FAST_FLOPS_PER_S = 1.3e12
 _READ_BYTES_PER_S = 20e9
-"""How fast a device reads its weights; twice that from `_FAST_FLOPS_PER_S` on."""
+"""Rate at which a device reads its weights; twice that from `_FAST_FLOPS_PER_S` up."""
 
 
 class Products(NamedTuple):
-    """Multiply-adds of one row, for one shard or for many."""
+    """Multiply-adds per row, for one shard or many."""
 
     weights: Real
     gradients: Real
     rebuilt: Real
-    """made again inside sublayers, backward"""
+    """recomputed inside sublayers, backward"""
     passed: Real
-    """made again on the way to what enters the later sublayers, backward"""
+    """recomputed to get the inputs of later sublayers, backward"""
     scores: Real
-    """of one product of scores: q width x keys seen"""
+    """one product of scores: q width x keys seen"""
     passed_scores: Real
-    """the same, in attentions that are passed again"""
+    """the same, in attentions that are recomputed to get later inputs"""
 
 
 def forward_flops(of: Products) -> Real:
-    """FLOPs of one row; scores and contexts take two products of scores."""
+    """FLOPs per row; scores and contexts take two products of scores."""
     return 2 * (of.weights + 2 * of.scores)
 
 
 def backward_flops(of: Products) -> Real:
-    """FLOPs of one row: input gradients, gradients of weights, and what is made again.
+    """FLOPs per row: input gradients, weight gradients, and recomputation.
 
     Six products of scores: scores and contexts again, and the gradients of V, of the scores, of Q and of K.
     """
@@ -61,13 +61,13 @@ def backward_flops(of: Products) -> Real:
 
 
 def seen_keys(first_row: int, rows: int, window: int | None = None) -> float:
-    """Keys that rows of a causal attention see in all: row i sees itself and those before, at most `window`."""
+    """Total keys seen by rows of a causal attention: row i sees itself and earlier ones, at most `window`."""
     rising = rows if window is None else min(max(window - first_row, 0), rows)
     return rising * (2 * first_row + rising + 1) / 2 + (rows - rising) * (window or 0)
 
 
 def sequence_bytes(number_bytes: float, kv_width: Real, sequence: int) -> Real:
-    """Bytes of an open sequence: K, V and their gradients, `number_bytes` per token and number of K."""
+    """Bytes of an open sequence: K, V and their gradients, `number_bytes` per token and element of K."""
     return number_bytes * sequence * kv_width
 
 
@@ -77,9 +77,9 @@ def state_bytes(kv_widths: Sequence[int], sequence: int) -> int:
 
 
 def workspace_bytes(terms: Terms, rows: Real, *, parts: Real, hidden: int, inside: Real, keys: Real) -> Real:
-    """Bytes of a unit's result and of what is computed on the way: every part's input, the widest sublayer's inside.
+    """Bytes of a unit's result and intermediates: every part's input, and the inside of the widest sublayer.
 
-    `inside` is in numbers per row (see `inside_numbers`); `keys` are those a row may see.
+    `inside` is in numbers per row (see `inside_numbers`); `keys` is how many a row may see.
     """
     entering = (terms.hidden_numbers + terms.entering_numbers * parts) * hidden
     return terms.working_bytes * rows * (entering + inside + terms.score_numbers * keys)
@@ -88,13 +88,13 @@ def workspace_bytes(terms: Terms, rows: Real, *, parts: Real, hidden: int, insid
 def memory_bytes(
     terms: Terms, *, params: Real, trained: Real, states: Real, workspace: Real, moved: Real, tables: Real
 ) -> Real:
-    """Bytes of a shard on a device: weights, gradients, open sequences, and a unit with what it reads."""
+    """Bytes of a shard on a device: weights, gradients, open sequences, and a unit with its inputs."""
     held = terms.resident_bytes * params + terms.accumulator_bytes * trained
     return terms.runtime_bytes + held + states + workspace + moved + tables
 
 
 def effective_flops_per_s(flops_per_s: Floats, chunk: int, terms: Terms) -> Floats:
-    """Each chunk reads the weights once, which costs the more the smaller the chunk."""
+    """FLOP/s including the reading of weights, once per chunk: the smaller the chunk, the more that costs."""
     if terms.is_thin:
         return flops_per_s / thin_effort(chunk)
     read_s = terms.resident_bytes / np.where(flops_per_s > _FAST_FLOPS_PER_S, 2 * _READ_BYTES_PER_S, _READ_BYTES_PER_S)
@@ -111,18 +111,18 @@ def inside_numbers(sublayer: Sublayer, terms: Terms) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SublayerSums:
-    """Sublayers in order, summed up from the first, so that any run of them is a difference."""
+    """Prefix sums over the sublayers, so that any run of them is a difference."""
 
     sublayers: tuple[Sublayer, ...]
     hidden: int
     sequence: int
     terms: Terms
     sums: Floats
-    """one row for each of `_SUMMED`, one column per cut"""
+    """one row per field of `_SUMMED`, one column per cut"""
     widest: Floats
     """[first, last]: numbers at work inside the widest of sublayers first..last, per row"""
     lengths: Floats
-    """the most slices of each sublayer"""
+    """maximum number of slices per sublayer"""
 
     def __len__(self) -> int:
         return len(self.sublayers)
@@ -132,12 +132,12 @@ class SublayerSums:
         return dict(zip(_SUMMED, found, strict=True))
 
     def kinds(self, first: Ints, count: Ints) -> tuple[Ints, Ints]:
-        """Runs of sublayers by kind, as layers repeat: one run of each kind, and the kind of each run."""
+        """Group runs of sublayers by kind, as layers repeat: one run of each kind, and the kind of each run."""
         _, runs, kind = np.unique(self.traits(first, count), axis=1, return_index=True, return_inverse=True)
         return runs, kind
 
     def traits(self, first: Ints, count: Ints) -> Floats:
-        """All that costs depend on: one column for each run; runs with equal columns cost the same."""
+        """Everything that costs depend on, one column per run; runs with equal columns cost the same."""
         last = first + count - 1
         whole, end = self.sums[:, last + 1] - self.sums[:, first], self.sums[:, last + 1] - self.sums[:, last]
         return np.vstack([whole, end, self.widest[first, last], self.lengths[first]])
@@ -175,7 +175,7 @@ def sum_up(of: Sequence[Sublayer], *, hidden: int, sequence: int, terms: Terms) 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ShardCosts:
-    """What shards ask of whoever holds one: an entry per shard in every field."""
+    """Demands of shards on their devices: one entry per shard in every field."""
 
     params: Floats
     trained: Floats
@@ -184,17 +184,17 @@ class ShardCosts:
     down_bytes_per_row: Floats
     up_bytes_per_row: Floats
     again_bytes_per_row: Floats
-    """x once more, for each row that was not kept"""
+    """sending x again, for each row that was not kept"""
     kept_bytes_per_row: Floats
-    """what keeping x takes instead"""
+    """memory for keeping x instead"""
     sync_down_bytes: Floats
     sync_up_bytes: Floats
     memory_bytes: Floats
     """with one open sequence and one chunk at work, no x kept"""
     state_bytes: Floats
-    """of each open sequence more"""
+    """per additional open sequence"""
     takes_sequences: Bools
-    """attention inside: rows come as whole sequences"""
+    """the shard has attention: rows come as whole sequences"""
 
     def __len__(self) -> int:
         return len(self.params)
@@ -204,7 +204,7 @@ class ShardCosts:
 
 
 def shard_costs(of: SublayerSums, first: Ints, count: Ints, slices: Ints, *, chunk: int) -> ShardCosts:
-    """Shards of `count` sublayers from `first`, each cut into `slices`: what the largest slice asks."""
+    """Costs of shards of `count` sublayers from `first`, each cut into `slices`: those of the largest slice."""
     terms, sequence, hidden = of.terms, of.sequence, of.hidden
     run = of.differences(first, count)
     last = of.differences(first + count - 1, np.ones_like(count))

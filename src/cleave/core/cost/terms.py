@@ -1,7 +1,7 @@
-"""Terms of resident shards: bytes of one number by where it is, and what a device makes again in backward.
+"""Terms of resident shards: bytes per number by where it is, and what a device recomputes in backward.
 
-`live_terms` are those of today's devices, `lean_terms` those of devices that hold as little as they can: plans of named
-models use the latter, plans of a live server the former. The laws that use them are in `resident.py`.
+`live_terms` describe today's devices and are used by plans of a live server; `lean_terms` describe devices that hold as
+little as possible and are used by plans of named models. The laws that use them are in `resident.py`.
 """
 
 from __future__ import annotations
@@ -12,53 +12,53 @@ from typing import Literal
 from cleave.core.cost.wire import DEVICE_BYTES, WIRE_BYTES, WireFormat
 
 RUNTIME_BYTES = 16e6
-"""A device's own buffers beside everything counted here."""
+"""A device's own buffers, on top of everything counted here."""
 ALLOWANCE_BYTES = 64 << 20
-"""What computing may take beyond the memory a live device offers: tiles and buffers, however small the task."""
+"""Memory that computing may use beyond what a live device offers: tiles and buffers, however small the task."""
 STATE_NUMBER_BYTES = 4 * DEVICE_BYTES
-"""Keys, values and their gradients on a live device, per token of an open sequence and number of K."""
+"""Keys, values and their gradients on a live device, per token of an open sequence and element of K."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terms:
-    """Bytes of one number by where it is, and what a device makes again in backward."""
+    """Bytes per number by where it is, and what a device recomputes in backward."""
 
     activation_bytes: float
-    """on the wire, as are weights and gradients"""
+    """per activation on the wire; the same for weights and gradients below"""
     weight_bytes: float
     gradient_bytes: float
     resident_bytes: float
-    """of a parameter on the device"""
+    """per parameter on the device"""
     accumulator_bytes: float
-    """of a trained parameter's gradient on the device"""
+    """per gradient of a trained parameter on the device"""
     state_bytes: float
-    """K, V and their gradients, per token of an open sequence and number of K"""
+    """K, V and their gradients, per token of an open sequence and element of K"""
     working_bytes: float
-    """activations on the device"""
+    """per activation on the device"""
     attention_numbers: float
-    """at work per row inside a sublayer, in widths of its inner activation"""
+    """numbers at work per row inside a sublayer, in widths of its inner activation"""
     mlp_numbers: float
     head_numbers: float
     score_numbers: float
-    """at work per row of an attention, in keys of the sequence"""
+    """numbers at work per row of an attention, in keys of the sequence"""
     hidden_numbers: float
-    """at work per row, in hidden widths: results and copies"""
+    """numbers at work per row, in hidden widths: results and copies"""
     moved_numbers: float
-    """held per row beside them, in hidden widths: x and dy"""
+    """numbers held per row on top of those, in hidden widths: x and dy"""
     entering_numbers: float
-    """per row and part, in hidden widths: what entered it"""
+    """numbers per row and part, in hidden widths: its input"""
     tables_bytes: float
-    """per row of a sequence: positions, mask"""
+    """positions and mask, per row of a sequence"""
     runtime_bytes: float
-    """a device's own buffers beside everything counted here"""
+    """a device's own buffers, on top of everything counted here"""
     is_thin: bool
     """reading weights costs what was measured (`thin_effort`); else what memory bandwidth allows"""
     recomputes: Literal["once", "by sublayer"]
-    """backward: the whole forward once more, or first what enters each sublayer and then, one by one, their insides"""
+    """backward reruns the whole forward once, or first computes each sublayer's input and then reruns one at a time"""
 
 
 def live_terms(wire: WireFormat) -> Terms:
-    """What live devices do: fp32 at rest, the wire's format on the way."""
+    """Terms of live devices: fp32 at rest, the wire's format in transit."""
     size = WIRE_BYTES[wire]
     return Terms(
         activation_bytes=size,

@@ -114,7 +114,7 @@ class Profiles:
 
 
 class _DeviceFault(FleetError):
-    """A fault in one device; the index lets `read_csv` name the line."""
+    """A fault in one device's profile; the index lets `read_csv` name the line."""
 
     def __init__(self, index: int, message: str) -> None:
         super().__init__(message)
@@ -160,7 +160,7 @@ def _check_texts(profiles: Profiles) -> None:
     texts = {"device": names, "class": profiles.device_class, "country": profiles.country}
     for column, entries in texts.items():
         for text in dict.fromkeys(entries):
-            # So that a CSV line, a log line or a table can carry it unchanged.
+            # A CSV line, a log line or a table must be able to carry it unchanged.
             if not text.isprintable() or text != text.strip() or len(text) > _MAX_TEXT_LENGTH:
                 raise _DeviceFault(
                     entries.index(text),
@@ -266,7 +266,7 @@ class FleetSummary:
     """Most frequent first; devices without a class count as `unknown`. Same for countries."""
     countries: tuple[tuple[str, int], ...]
     columns: tuple[ColumnSummary, ...]
-    """Without columns in which nothing is known."""
+    """Omits columns in which nothing is known."""
 
 
 def describe(profiles: Profiles) -> FleetSummary:

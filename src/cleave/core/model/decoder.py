@@ -1,7 +1,7 @@
-"""The description of a decoder: its sublayers in order, its parameters, and which rectangle of which one each uses.
+"""The description of a decoder: its sublayers in order, its parameters, and the rectangles of them each sublayer uses.
 
 A part is a residual sublayer, x + f(norm(x)): attention or MLP. The head is the last norm, the vocabulary and the loss.
-Parts and head name their weights by number: in a `Decoder` that of a `View`, in a task's program that of an operand.
+Parts and head refer to their weights by number: of a `View` in a `Decoder`, of an operand in a task's program.
 The structs are encodable as they are (`protocol/programs.py` puts them into programs); this module knows no wire, no
 devices and no torch. `shard.py` cuts a decoder into pieces.
 """
@@ -15,7 +15,7 @@ import msgspec
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Range = tuple[int, int]
-"""From the first index to the one behind the last."""
+"""Half-open: first index, and one past the last."""
 
 
 class Weight(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -41,7 +41,7 @@ class Norm(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Attention(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="part", tag="attention"):
-    """Causal attention; equal groups of the heads of q share a head of k and v."""
+    """Causal attention; equal groups of q heads share a head of k and v."""
 
     norm: Norm
     q: Weight
@@ -50,7 +50,7 @@ class Attention(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, t
     o: Weight
     head_dim: int
     scale: float
-    """Factor of the scores: usually 1 / sqrt(head_dim)."""
+    """Factor on the scores: usually 1 / sqrt(head_dim)."""
     is_rotary: bool = False
     window: int | None = None
     """Position i sees the positions after i - window."""
@@ -67,7 +67,7 @@ class Mlp(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_fie
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="part", tag="head"):
-    """Norm, vocabulary, loss. The weight may be a slice of the vocabulary that begins at `first`."""
+    """Norm, vocabulary, loss. The weight may be a slice of the vocabulary that starts at `first`."""
 
     weight: Weight
     norm: Norm | None = None
@@ -86,7 +86,7 @@ class Parameter(NamedTuple):
 
 
 class View(NamedTuple):
-    """A rectangle of a parameter: projections stored side by side in one matrix (GPT-2's q, k, v) are told apart."""
+    """A rectangle of a parameter: tells apart projections stored side by side in one matrix (GPT-2's q, k, v)."""
 
     parameter: int
     rows: Range
@@ -132,7 +132,7 @@ class Decoder:
 
 
 def weights_of(sublayer: Part | Head) -> tuple[Weight, ...]:
-    """Linear maps of a sublayer, in the order in which a row meets them."""
+    """Linear maps of a sublayer, in the order a row passes through them."""
     match sublayer:
         case Attention():
             return sublayer.q, sublayer.k, sublayer.v, sublayer.o

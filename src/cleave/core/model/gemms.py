@@ -3,7 +3,7 @@
 A linear layer Y = X W^T gives three gemms a step, one per role, each of 2 x tokens x weights operations.
 Projections that read the same X (q, k, v; gate and up) are grouped into one wider gemm, so X travels once.
 Layers are equal, so an entry stands for `count` equal ones. The module knows no devices, bytes or seconds
-(`core/cost.py`) and not the order within a step; `core/planner` cuts what is listed here into units.
+(`core/cost`) and not the order within a step; `core/plan` cuts what is listed here into units.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Linear:
     in_width: int
     out_width: int
     roles: tuple[Role, ...] = ("forward", "grad_input", "grad_weight")
-    """Those that are wanted, in the order in which they come."""
+    """The roles to compute, in order."""
 
     @property
     def gemms(self) -> dict[Role, Gemm]:
@@ -60,15 +60,15 @@ class Linear:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepGemm:
-    """A gemm with weights, as often as it occurs in a step."""
+    """A gemm with weights, and how often it occurs in a step."""
 
     segment: str
-    """The linear layer: qkv, out, gate_up or up, down, head; q, k, v, gate alone when not grouped."""
+    """The linear layer: qkv, out, gate_up or up, down, head; q, k, v and gate separately if not grouped."""
     role: Role
     gemm: Gemm
     count: int
     members: tuple[str, ...]
-    """The projections side by side in the wide operand, in order."""
+    """Projections side by side in the wide operand, in order."""
 
     @property
     def flops(self) -> int:
@@ -77,7 +77,7 @@ class StepGemm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionProduct:
-    """A product of two activations, for one head of one sequence, as often as it occurs in a step."""
+    """A product of two activations, for one head of one sequence, and how often it occurs in a step."""
 
     name: str
     role: Literal["forward", "grad_input"]
@@ -91,12 +91,12 @@ class AttentionProduct:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """One of `count` equal parts of the model, with the work of all of them."""
+    """`count` equal parts of the model, with the work of all of them."""
 
     kind: SublayerKind
     count: int
     params: int
-    """Parameters that one of them holds: weights, biases, norm. A tied token table counts for the head."""
+    """Parameters per part: weights, biases, norm. A tied token table counts as the head's."""
     gemms: tuple[StepGemm, ...]
     products: tuple[AttentionProduct, ...]
 
@@ -121,7 +121,7 @@ def attention_products(shape: ModelShape, tokens: int, sequence: int) -> tuple[A
     """The six products of attention in a step of `tokens` tokens in sequences of `sequence`.
 
     With scores = Q K^T, probabilities P = softmax(scores) and context = P V, per head and sequence.
-    Counted in full: a causal mask could save up to half.
+    Counted without a mask: a causal one could save up to half.
     """
     if sequence < 1 or tokens < 1 or tokens % sequence != 0:
         raise InputError(
@@ -142,7 +142,7 @@ def attention_products(shape: ModelShape, tokens: int, sequence: int) -> tuple[A
 
 
 def decoder_linears(decoder: Decoder, tokens: int, *, is_trained: bool = True) -> Iterator[Linear]:
-    """The linear layers of a decoder in order, those that read the same rows as one; the head last."""
+    """The linear layers of a decoder in order, head last; layers that read the same rows are merged into one."""
     for sublayer in decoder.sublayers:
         match sublayer:
             case Attention(q=q, k=k, v=v, o=o):
@@ -163,7 +163,7 @@ def decoder_linears(decoder: Decoder, tokens: int, *, is_trained: bool = True) -
 
 
 def decoder_attention_flops(decoder: Decoder, sequences: int, sequence: int, *, is_trained: bool = True) -> int:
-    """FLOPs of the products of attention: of all six, or of the two of forward. Counted in full."""
+    """FLOPs of the six products of attention, or of forward's two. Counted without a mask."""
     width = sum(decoder.out_width(part.q) for part in decoder.parts if isinstance(part, Attention))
     return (6 if is_trained else 2) * sequences * Gemm(m=sequence, n=sequence, k=width).flops
 
@@ -171,7 +171,7 @@ def decoder_attention_flops(decoder: Decoder, sequences: int, sequence: int, *, 
 def step_segments(shape: ModelShape, tokens: int, sequence: int, grouped: bool = True) -> tuple[Segment, ...]:
     """The step as attention, MLP and head: together exactly `step_gemms` and `attention_products`.
 
-    OPT-350M's projection behind the token table is listed with the head, which has its counterpart.
+    OPT-350M's projection after the token table is listed with the head, which has its counterpart.
     """
     return (
         Segment(

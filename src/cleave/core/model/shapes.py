@@ -3,7 +3,7 @@
 Decoder-only transformers of six families, as presets by name or from the content of a Hugging Face
 config.json. All share one form (token table, equal layers of attention and MLP with a norm each, head), and a
 `ModelShape` is that form with its widths and switches. It knows no tokens, no gemms, no files and no weights:
-`core/graph.py` turns a shape into the work of a step; whoever opens a config.json calls `from_config`.
+`gemms.py` turns a shape into the work of a step; the caller opens the config.json for `from_config`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ModelShape:
     vocab: int
     max_positions: int
     tied_embeddings: bool
-    """The head multiplies with the token table instead of a matrix of its own."""
+    """The head multiplies by the token table instead of a matrix of its own."""
     embed_dim: int
     """Width of the token table and the head; if not `hidden` (OPT-350M), two projections bridge them."""
     position_rows: int
@@ -42,7 +42,7 @@ class ModelShape:
     out_bias: bool
     mlp_bias: bool
     norm_vectors: int
-    """Learned vectors of one norm: 1 for RMSNorm, 2 for LayerNorm, 0 for one without scale and shift."""
+    """Learned vectors per norm: 1 for RMSNorm, 2 for LayerNorm, 0 without scale and shift."""
     final_norm: bool
 
     @property
@@ -55,20 +55,20 @@ class ModelShape:
 
     @property
     def attention_params(self) -> int:
-        """Of one layer: projections, their biases, and the norm that goes with them."""
+        """Parameters of one layer's attention: projections, their biases, and its norm."""
         qkv = self.q_width + 2 * self.kv_width
         biases = qkv * self.qkv_bias + self.hidden * self.out_bias
         return self._attention_gemm_params + biases + self._norm_params
 
     @property
     def mlp_params(self) -> int:
-        """Of one layer: projections, their biases, and the norm that goes with them."""
+        """Parameters of one layer's MLP: projections, their biases, and its norm."""
         inner = self.ffn * (2 if self.gated_mlp else 1)
         return self._mlp_gemm_params + (inner + self.hidden) * self.mlp_bias + self._norm_params
 
     @property
     def gemm_params_per_layer(self) -> int:
-        """The weights of a layer that are an operand of a gemm: no biases, no norms."""
+        """Weights of a layer that are operands of gemms: no biases, no norms."""
         return self._attention_gemm_params + self._mlp_gemm_params
 
     @property
@@ -143,7 +143,7 @@ PRESET_NAMES: tuple[str, ...] = tuple(_PRESETS)
 
 
 def named(name: str) -> ModelShape:
-    """The preset of that name, in any case of letters."""
+    """The preset of that name, case-insensitive."""
     key = name.lower()
     if key not in _PRESETS:
         close = difflib.get_close_matches(key, PRESET_NAMES, n=1, cutoff=0.75)
@@ -156,8 +156,8 @@ def named(name: str) -> ModelShape:
 def from_config(config: Mapping[str, object], name: str) -> ModelShape:
     """The shape of the causal language model that Hugging Face builds from the content of a config.json.
 
-    The dimensions that make a model (layers, hidden, heads, ffn, vocabulary) must be there: a silent default
-    would plan another model. Every other absent field has Hugging Face's default for its family.
+    The dimensions that make a model (layers, hidden, heads, ffn, vocabulary) are required: a silent default
+    would plan another model. Any other missing field gets Hugging Face's default for the family.
     """
     fields = _Fields(name=name, values=config)
     family = fields.family()
@@ -193,7 +193,7 @@ def from_config(config: Mapping[str, object], name: str) -> ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class _Dialect:
-    """How a family spells the fields that all of them have."""
+    """How a family names the fields that all families have."""
 
     layers: str = "num_hidden_layers"
     hidden: str = "hidden_size"
@@ -216,7 +216,7 @@ _DIALECTS: dict[Family, _Dialect] = {
 
 def _attention_heads(fields: _Fields, family: Family, hidden: int, heads: int) -> tuple[int, int]:
     """Key/value heads and the width of a head."""
-    # With an explicit head_dim the division is not needed; Hugging Face's Llama insists on it all the same.
+    # With an explicit head_dim the division is not needed; Hugging Face's Llama still requires it.
     if family not in ("mistral", "qwen2") or fields.values.get("head_dim") is None:
         fields.check_divides(_DIALECTS[family].heads, heads, _DIALECTS[family].hidden, hidden)
     if family not in _LLAMA_LIKE:
@@ -278,7 +278,7 @@ class _Fields:
         raise self._error("model_type", f"be one of {', '.join(families)}", "use a model of these families")
 
     def size(self, key: str, *, absent: int | None = None, null: int | None = None) -> int:
-        """A positive whole number; without a value for `absent` or `null`, that is an error."""
+        """A positive integer. A missing or null field gets the default given for it; without one it is an error."""
         value = self.values.get(key, absent)
         if value is None and key in self.values and null is not None:
             return null

@@ -1,7 +1,7 @@
 """The piece of a model that a device holds: a run of sublayers, or one slice of a single sublayer.
 
-A slice holds some heads (with those of K and V they share), some MLP columns, or some of the vocabulary; norms are
-whole in every slice, and a bias that is added to a partial sum belongs to the first. A `Shard` is only numbers, so that
+A slice holds some heads (with the K and V heads they share), some MLP columns, or some of the vocabulary; every slice
+has complete norms, and a bias that is added to a partial sum belongs to the first slice. A `Shard` is only numbers, so
 it can name a piece of any model; together with a `Decoder` it knows its rectangles of parameters (`views`) and its
 parts in terms of operands (`cut`). Operands get their numbers from the caller.
 """
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from cleave.core.model.decoder import Attention, Decoder, Head, Mlp, Norm, Part, Range, View, Weight
 
 Name = Callable[[View], int]
-"""The operand of a rectangle of a parameter."""
+"""Maps a rectangle of a parameter to its operand."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -36,7 +36,7 @@ class Shard:
 
     @property
     def stop(self) -> int:
-        """The sublayer behind the last."""
+        """One past the last sublayer."""
         return self.first + self.count
 
     @property
@@ -50,7 +50,7 @@ class Shard:
         return (part for part in decoder.parts[self.first : self.stop] if isinstance(part, Attention))
 
     def kv_widths(self, decoder: Decoder) -> tuple[int, ...]:
-        """Width of K, and of V, in each attention of the shard."""
+        """Width of K (and of V) in each attention of the shard."""
         return tuple(
             part.head_dim * _size(_within(decoder.kv_heads(part), self.index, self.of))
             for part in self.attentions(decoder)
@@ -68,7 +68,7 @@ class Shard:
         return list(found)
 
     def cut(self, decoder: Decoder, name: Name) -> tuple[tuple[Part, ...], Head | None]:
-        """Parts and head of the shard, with weights named by operand."""
+        """Parts and head of the shard, with weights given as operands."""
         knife = _Knife(decoder, name, self.index, self.of)
         parts = tuple(knife.part(part) for part in decoder.parts[self.first : self.stop])
         head = decoder.head if self.has_head(decoder) else None
@@ -76,7 +76,7 @@ class Shard:
 
 
 def most_slices(decoder: Decoder, sublayer: int) -> int:
-    """Heads of K and V, MLP columns or words: as many slices a sublayer can be cut into."""
+    """Maximum number of slices of a sublayer: its K and V heads, MLP columns or words."""
     match decoder.sublayers[sublayer]:
         case Attention() as part:
             return decoder.kv_heads(part)
@@ -87,7 +87,7 @@ def most_slices(decoder: Decoder, sublayer: int) -> int:
 
 
 class _Knife:
-    """Cuts slice `index` of `of` out of sublayers; 0 of 1 is all."""
+    """Cuts slice `index` of `of` out of sublayers; 0 of 1 is the whole sublayer."""
 
     def __init__(self, decoder: Decoder, name: Name, index: int, of: int) -> None:
         self._decoder, self._name, self._index, self._of = decoder, name, index, of
@@ -125,7 +125,7 @@ class _Knife:
         )
 
     def _range(self, width: int) -> Range | None:
-        """The slice's part of a width; None: all of it."""
+        """The slice's part of a width; None means all of it."""
         return None if self._of == 1 else _within(width, self._index, self._of)
 
     def _norm(self, norm: Norm) -> Norm:

@@ -1,7 +1,7 @@
-"""Sublayers as the cost model sees them: sizes alone, from a model's shape or from a decoder's description.
+"""Sublayers as the cost model sees them: only sizes, from a model's shape or a decoder's description.
 
-Numbers are counted in elements, products in multiply-adds of one row. A slice of a sublayer has the same fields, so
-that what a shard costs is what its sublayers, or its slice, cost.
+Numbers are counted in elements, products in multiply-adds per row. A slice of a sublayer has the same fields, so the
+cost of a shard is that of its sublayers or its slice.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ class Sublayer:
     params: int
     """resident numbers: weights, biases, norm, adapters"""
     trained: int
-    """of them, those sent anew each step and whose gradient comes back"""
+    """the part of `params` that is sent again each step and whose gradient comes back"""
     kv_width: int
-    """attention: width of K, and of V; else 0"""
+    """attention: width of K (and of V); else 0"""
     inner: int
-    """widest inner activation of a row: q width, ffn, vocabulary"""
+    """widest inner activation per row: q width, ffn, vocabulary"""
     slices: int
-    """the most slices it can be cut into: kv heads, ffn, vocabulary"""
+    """maximum number of slices: kv heads, ffn, vocabulary"""
     products: int
-    """of a row with all weights"""
+    """multiply-adds of a row with all weights"""
     gradient_products: int
-    """of a row for the gradients of trained weights"""
+    """multiply-adds of a row for the gradients of trained weights"""
     rebuilt_products: int
-    """of `products`, those made again inside backward: without the last map, whose output nobody needs"""
+    """part of `products` recomputed inside backward: all but the last map, whose output is not needed"""
     passed_products: int
-    """of `products`, those made again to have what enters the next sublayer, where K and V are kept; 0 for the head"""
+    """part of `products` recomputed to get the next sublayer's input, given K and V; 0 for the head"""
     undivided: int = 0
-    """of `params`, those that every slice holds in full: norms, biases of summed outputs"""
+    """part of `params` that every slice holds in full: norms, biases of summed outputs"""
     undivided_trained: int = 0
     window: int | None = None
-    """attention: how many keys a row sees at most"""
+    """attention: maximum number of keys a row sees"""
 
     def allows(self, slices: int) -> bool:
-        """Heads are few and stay whole, so they must go into slices evenly; columns and words are many."""
+        """Whether it can be cut that often: heads are few, so they must divide evenly; columns and words need not."""
         return self.slices % slices == 0 if self.kind == "attention" and slices else slices <= self.slices
 
 
@@ -103,7 +103,7 @@ def sublayers_of(shape: ModelShape, *, trained: bool = True) -> tuple[Sublayer, 
 
 
 def sublayers(decoder: Decoder, shard: Shard | None = None, *, is_trained: bool = True) -> tuple[Sublayer, ...]:
-    """The sublayers of a decoder, or of a shard of it; without `is_trained` no gradients are wanted."""
+    """The sublayers of a decoder, or of a shard of it; without `is_trained`, no gradients are computed."""
     shard = shard or Shard(first=0, count=len(decoder.sublayers))
     return tuple(
         _sublayer(decoder, Shard(first=number, count=1, index=shard.index, of=shard.of), is_trained=is_trained)
@@ -153,7 +153,7 @@ def _sublayer(decoder: Decoder, shard: Shard, *, is_trained: bool) -> Sublayer:
 
 
 class _Counted:
-    """Products of weights that name `views`."""
+    """Counts products of weights that refer to `views`."""
 
     def __init__(self, views: Sequence[View], trained: Sequence[bool]) -> None:
         self._views, self._trained = views, trained
@@ -170,7 +170,7 @@ class _Counted:
         return whole + sum(self._trained[number] for number in weight.adapter or ()) * self._adapter(weight)
 
     def undivided(self, sublayer: Attention | Mlp | Head, summed: Weight | None) -> list[int]:
-        """Norms, the bias of a summed output, and of adapters the side that a cut does not divide."""
+        """Norms, the bias of a summed output, and the side of each adapter that a cut does not divide."""
         norm = sublayer.norm
         numbers = [] if norm is None else [norm.weight, norm.bias]
         for weight in weights_of(sublayer):

@@ -1,1 +1,1 @@
-"""How to cut: blocks of a gemm (`gemm`), what to do when devices leave or join (`repair`), a whole step (`step`)."""
+"""Decide which device does what: blocks of gemms (`gemm`), resident layers (`resident`), a whole step (`step`)."""

@@ -1,8 +1,8 @@
-"""Where work is done: on this server, as products on devices, or by layers that stay on devices; and why.
+"""Choose where work is done: on this server, as products on devices, or by resident layers; and say why.
 
-Each choice is made once, before the work starts, from what the cost model predicts for the fleet as it is. It carries
-the plan, which names devices, and its reason in words; whoever does the work reads the plan it was given. Pure: asked
-again with the same arguments it answers the same, in this process or another.
+Each choice is made once, before the work starts, from what the cost model predicts for the current fleet. It carries
+the plan, which names devices, and the reason in words; the code that does the work only reads that plan. Pure: the same
+arguments give the same choice, in this process or another.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from cleave.core.plan.resident.stages import ResidentPlan, Stage
 from cleave.errors import InfeasibleError
 
 Arrange = Callable[..., ResidentPlan]
-"""`plan_columns`, or another way to place shards."""
+"""`plan_columns`, or another function that places shards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What choices depend on beside the work and the devices."""
+    """What choices depend on besides the work and the devices."""
 
     wire: WireFormat
     medium_bytes_per_s: float = math.inf
-    """Shared by everything down and up, as on one Wi-Fi."""
+    """Shared by all traffic, down and up, as on one Wi-Fi network."""
     cores: float = math.inf
-    """How many devices can compute at once: those on one machine share its cores."""
+    """How many devices can compute at once; devices on one machine share its cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Local:
-    """The process that trains: how fast it is, and whether it may compute what devices could."""
+    """The training process: its speed, and whether it may compute what devices could."""
 
     flops_per_s: float = math.inf
     may_compute: bool = False
@@ -52,7 +52,7 @@ class Local:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerChoice:
     plan: LinearPlan | None
-    """None where no device can do it, or none is there."""
+    """None if no device is connected, or none can do it."""
     is_remote: bool
     reason: str
 
@@ -60,7 +60,7 @@ class LayerChoice:
 def choose_layer(linear: Linear, profiles: Profiles | None, setting: Setting, local: Local) -> LayerChoice:
     """Send a linear layer's products to devices, or keep them on the server."""
     if profiles is None:
-        return LayerChoice(plan=None, is_remote=not local.may_compute, reason="no device is there")
+        return LayerChoice(plan=None, is_remote=not local.may_compute, reason="no device is connected")
     try:
         plan = plan_linear(profiles, linear, setting.wire)
     except InfeasibleError as fault:
@@ -70,7 +70,7 @@ def choose_layer(linear: Linear, profiles: Profiles | None, setting: Setting, lo
     where = "go to devices" if is_remote else "stay on the server"
     reason = (
         f"gemms of {linear.tokens} tokens x {linear.in_width} x {linear.out_width} {where}: "
-        f"{plan.total_s * 1e3:.1f} ms on devices, {local_s * 1e3:.1f} ms here"
+        f"{plan.total_s * 1e3:.1f} ms on devices, {local_s * 1e3:.1f} ms on the server"
     )
     return LayerChoice(plan=plan, is_remote=is_remote, reason=reason)
 
@@ -80,7 +80,7 @@ def choose_layer(linear: Linear, profiles: Profiles | None, setting: Setting, lo
 
 @dataclass(frozen=True, slots=True)
 class PassWork:
-    """A batch through a decoder, as far as plans depend on it."""
+    """A batch through a decoder: the facts that plans depend on."""
 
     decoder: Decoder
     sequences: int
@@ -89,12 +89,12 @@ class PassWork:
 
     @property
     def linears(self) -> Iterator[Linear]:
-        """The products of a step, those that read the same rows together."""
+        """The linear layers of a step; those that read the same rows are merged."""
         return decoder_linears(self.decoder, self.sequences * self.sequence, is_trained=self.is_trained)
 
     @property
     def attention_flops(self) -> float:
-        """FLOPs of scores and what follows from them, which products leave to the server."""
+        """FLOPs of the products of attention, which stay on the server when layers are not resident."""
         return decoder_attention_flops(self.decoder, self.sequences, self.sequence, is_trained=self.is_trained)
 
     @property
@@ -105,9 +105,9 @@ class PassWork:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassChoice:
     is_resident: bool
-    """Layers stay on devices; else they are computed product by product."""
+    """Layers stay on devices; otherwise they are computed product by product."""
     plan: ResidentPlan | None
-    """Who holds them; None where they must stay on devices and no device is there yet."""
+    """Which devices hold them; None if they must be resident and no device is connected yet."""
     reason: str
     resident_s: float = math.inf
     gemm_s: float = math.inf
@@ -124,19 +124,19 @@ def choose_pass(
     previous: ResidentPlan | None = None,
     arrange: Arrange = plan_columns,
 ) -> PassChoice:
-    """Let layers stay on devices, or compute them product by product, whichever takes less time.
+    """Keep layers resident on devices, or compute them product by product, whichever takes less time.
 
-    With `must` layers stay wherever they can. `previous` is kept unless another arrangement is clearly faster.
+    With `must`, layers are resident wherever they fit. `previous` is kept unless another arrangement is clearly faster.
     """
     if profiles is None:
-        return PassChoice(is_resident=must, plan=None, reason="no device is there")
+        return PassChoice(is_resident=must, plan=None, reason="no device is connected")
     try:
         plan = plan_pass(work, profiles, setting, previous=previous, arrange=arrange)
     except InfeasibleError as fault:
         return PassChoice(is_resident=False, plan=None, reason=f"no layers can be resident: {fault}")
     resident_s = plan.step_s + handling_s(plan.down_bytes, plan.up_bytes)
     if not work.is_trained:
-        resident_s /= 3 if plan.limit == "compute" else 2  # forward alone, of what would go back too
+        resident_s /= 3 if plan.limit == "compute" else 2  # forward only, while the plan is for forward and backward
     gemm_s = gemms_s(work, profiles, setting) + work.attention_flops / local.flops_per_s
     local_s = work.flops / local.flops_per_s if local.may_compute else math.inf
     best_s = min(gemm_s, local_s)
@@ -151,7 +151,7 @@ def choose_pass(
         beside += f", {local_s:.3g} s on this server alone"
     held = "; ".join(_described(stage, work.decoder) for stage in plan.stages)
     reason = (
-        f"{resident_s:.3g} s a step predicted (limit: {plan.limit}), {beside}; chunks of {plan.chunk} tokens; {held}"
+        f"predicted {resident_s:.3g} s a step (limit: {plan.limit}), {beside}; chunks of {plan.chunk} tokens; {held}"
     )
     return PassChoice(is_resident=True, plan=plan, reason=reason, resident_s=resident_s, gemm_s=gemm_s, local_s=local_s)
 
@@ -164,7 +164,7 @@ def plan_pass(
     previous: ResidentPlan | None = None,
     arrange: Arrange = plan_columns,
 ) -> ResidentPlan:
-    """Place a decoder's layers; InfeasibleError where they do not fit."""
+    """Place a decoder's layers; InfeasibleError if they do not fit."""
     return arrange(
         profiles,
         sublayers(work.decoder, is_trained=work.is_trained),
@@ -179,7 +179,7 @@ def plan_pass(
 
 
 def gemms_s(work: PassWork, profiles: Profiles, setting: Setting) -> float:
-    """Seconds of a step as products alone; infinite if the fleet cannot hold their blocks."""
+    """Seconds of a step computed product by product; infinite if the fleet cannot hold the blocks."""
     seconds: dict[Linear, float] = {}
     total_s = 0.0
     try:

@@ -1,9 +1,10 @@
-"""The other ways to do a step, each in one small function: what it would take, or why it does not fit.
+"""Rival ways to do a step, each in one small function: its time, or why it does not fit.
 
-Gemm by gemm (alone or grouped), gemms inside groups of devices that take layers in turn, and the arrangements of known
-systems: GPipe times data parallel, FSDP-like streaming, data parallel alone. All get what Cleave's columns get: the
-same formulas of bytes, recomputation in backward, an optimizer on the server, the head paid for, the server's links.
-Where a time is a lower bound or a fluid estimate it flatters the rival. No blocks are made here: `step` chooses.
+Gemm by gemm (single or grouped), gemms inside groups of devices that take layers in turn, and the arrangements of known
+systems: GPipe times data parallel, FSDP-like streaming, data parallel alone. All share the assumptions of Cleave's
+columns: the same byte formulas, recomputation in backward, the optimizer on the server, the head and the server's links
+included. Where a time is a lower bound or a fluid estimate, it favors the rival. No blocks are made here: `step`
+chooses.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from cleave.core.model.sublayers import sublayers_of
 
 _LAYERS_PER_STAGE = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 80)
 _GROUPS = (4, 16, 64)
-_FLUID = 1e-3  # how finely fluid times are bisected
+_FLUID = 1e-3  # tolerance of bisected fluid times
 _SAMPLE = 512
-"""Fluid estimates over larger fleets take every so manieth device."""
+"""Fluid estimates sample about this many devices of larger fleets, evenly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +50,18 @@ class Case:
 
     @property
     def held_bytes(self) -> float:
-        """of a parameter on a device: weight and gradient"""
+        """Bytes of a parameter on a device: weight and gradient."""
         return self.terms.resident_bytes + self.terms.accumulator_bytes
 
     @property
     def sync_s(self) -> Floats:
-        """of each device: one parameter's gradient up and its new weight down"""
+        """Seconds per device to send one parameter's gradient up and its new weight down."""
         down, up = self.profiles.down_bytes_per_s, self.profiles.up_bytes_per_s
         return self.terms.weight_bytes / down + self.terms.gradient_bytes / up
 
     @property
     def flops_per_s(self) -> Floats:
-        """of each device that takes whole sequences through its weights"""
+        """FLOP/s per device for whole sequences through its weights."""
         return effective_flops_per_s(self.profiles.flops_per_s, self.sequence, self.terms)
 
     def shard(self, first: int, count: int) -> ShardCosts:
@@ -70,7 +71,7 @@ class Case:
 
     @property
     def whole(self) -> ShardCosts:
-        """Costs of all that devices hold or stream: the token table stays on the server."""
+        """Costs of everything that devices hold or stream: the token table stays on the server."""
         return self.shard(0, 2 * self.shape.layers + 1)
 
     @property
@@ -79,7 +80,7 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """of a step, with recomputation in backward"""
+        """FLOPs of a step, with recomputation in backward."""
         return self.tokens * float(self.whole.flops_per_row[0])
 
 
@@ -87,9 +88,9 @@ class Case:
 class Rival:
     name: str
     step_s: float
-    """infinite where it does not fit"""
+    """infinite if it does not fit"""
     arrangement: str
-    """how it would be done, or why it cannot"""
+    """how it would be done, or why it does not fit"""
 
     @property
     def fits(self) -> bool:
@@ -111,7 +112,7 @@ def all_rivals(case: Case) -> tuple[Rival, ...]:
 
 
 def gemms_one_by_one(case: Case) -> Rival:
-    """Every gemm cut in 2D over the whole fleet, one after the other."""
+    """Every gemm cut in 2D over the whole fleet, one after another."""
     unit = unit_costs(case.profiles, case.wire, case.server)
     seconds = {what.gemm: 0.0 for what in step_gemms(case.shape, case.tokens, grouped=False)}
     for gemm in seconds:
@@ -125,7 +126,7 @@ def gemms_one_by_one(case: Case) -> Rival:
 
 
 def grouped_gemms(case: Case) -> Rival:
-    """As Cleave's grain "gemm": q/k/v and gate/up together, the inner side split where that pays."""
+    """Cleave's grain "gemm": q/k/v and gate/up grouped, the inner dimension split where that pays."""
     unit = unit_costs(case.profiles, case.wire, case.server)
     seconds: dict[Gemm, float] = {}
     for what in step_gemms(case.shape, case.tokens):
@@ -141,7 +142,7 @@ def grouped_gemms(case: Case) -> Rival:
 
 
 def layer_groups(case: Case) -> Rival:
-    """The fleet in groups, each with layers of its own and 3D inside; a fluid estimate without fill or borders."""
+    """The fleet in groups, each with its own layers and 3D gemms inside; a fluid estimate without fill or borders."""
     best_s, best_groups = inf, 1
     attention_s = attention_by_heads_s(case)
     for groups in sorted({min(groups, case.shape.layers) for groups in _GROUPS}):
@@ -176,7 +177,7 @@ def _distinct(case: Case) -> Iterable[_Often]:
 
 
 def _fluid_s(case: Case, gemm: Gemm, copies: int) -> float:
-    """`copies` equal gemms at once over all devices, or over a sample with its part of the work."""
+    """Seconds of `copies` equal gemms at once over all devices, or over a sample with its share of the work."""
     step = max(len(case.profiles) // _SAMPLE, 1)
     sample = np.argsort(case.profiles.up_bytes_per_s, kind="stable")[step // 2 :: step]
     some: UnitCosts = unit_costs(case.profiles, case.wire, replace(case.server, flops_per_s=0.0)).take(sample)
@@ -194,7 +195,7 @@ def _fluid_s(case: Case, gemm: Gemm, copies: int) -> float:
 
 
 def attention_by_heads_s(case: Case) -> float:
-    """Scores and contexts by heads of sequences, any device any number of them."""
+    """Seconds of scores and contexts, divided by heads and sequences among the devices in any number."""
     shape, profiles, size = case.shape, case.profiles, case.terms.activation_bytes
     one = case.sequence * shape.head_dim
     shared = 2 * shape.kv_heads / shape.heads
@@ -213,7 +214,7 @@ def attention_by_heads_s(case: Case) -> float:
 
 
 def gpipe(case: Case) -> Rival:
-    """Whole layers on single devices, the head on one more, replicated pipelines, micro-batches of one sequence."""
+    """Replicated pipelines of whole layers per device, the head on one more, micro-batches of one sequence."""
     shape, profiles, terms = case.shape, case.profiles, case.terms
     row_bytes = shape.hidden * terms.activation_bytes
     down, up = profiles.down_bytes_per_s, profiles.up_bytes_per_s
@@ -255,7 +256,7 @@ def gpipe(case: Case) -> Rival:
 
 
 def data_parallel(case: Case) -> Rival:
-    """The whole model on every device that holds it, rows shared."""
+    """The whole model on every device that can hold it; they share the rows."""
     profiles = case.profiles
     states = float(case.whole.state_bytes[0])
     able = np.flatnonzero(profiles.memory_bytes >= case.held_bytes * case.params * 1.02 + states)
@@ -277,7 +278,7 @@ def data_parallel(case: Case) -> Rival:
 def fsdp(case: Case) -> Rival:
     """Weights streamed layer by layer to every device, for forward and for backward; gradients back.
 
-    Between the two a device keeps the input of every layer; where its rows do not fit at once, it goes in passes.
+    In between, a device keeps the input of every layer; if its rows do not fit at once, it takes several passes.
     """
     shape, profiles, terms = case.shape, case.profiles, case.terms
     largest = max(shape.params_per_layer, shape.head_gemm_params)

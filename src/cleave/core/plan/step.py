@@ -1,9 +1,9 @@
-"""A whole training step: gemm by gemm, or whichever way of all is fastest.
+"""Plan a whole training step: gemm by gemm, or in the fastest of all known ways.
 
 `plan_step` is the step as a sequence of gemms, each cut over the whole fleet (grain "gemm"); equal shapes are planned
-once, and attention products stay on the server: their operands are small and their results large. `choose_step` weighs
-it against columns with resident weights (`resident`) and against the arrangements of other systems (`rivals`) and
-keeps the fastest, so that no single way of cutting a step beats what it returns.
+once, and attention products stay on the server: their operands are small and their results large. `choose_step`
+compares it with columns with resident weights (`resident`) and with the arrangements of other systems (`rivals`) and
+keeps the fastest, so that no single way of cutting a step beats its result.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ ROLES: tuple[Role, ...] = ("forward", "grad_input", "grad_weight")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedGemm:
-    """One kind of gemm of the step, with the plan that each of its `count` runs follows."""
+    """One kind of gemm of the step, with the plan for each of its `count` runs."""
 
     what: StepGemm
     plan: GemmPlan
@@ -60,7 +60,7 @@ class StepPlan:
     segments: tuple[PlannedGemm, ...]
     attention_flops: int
     attention_s: float
-    """of the attention products on the server; 0 where its speed is not given"""
+    """attention products on the server; 0 if its speed is not given"""
 
     @property
     def step_s(self) -> float:
@@ -85,7 +85,7 @@ def plan_step(
     split: Split = "auto",
     grouped: bool = True,
 ) -> StepPlan:
-    """`grouped` treats projections that share an operand (q/k/v, gate/up) as one gemm."""
+    """Plan a step gemm by gemm; `grouped` merges projections that share an operand (q/k/v, gate/up) into one gemm."""
     server = server or Server()
     plans: dict[Gemm, GemmPlan] = {}
     segments: list[PlannedGemm] = []
@@ -108,7 +108,7 @@ def plan_step(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepChoice:
-    """The fastest way to do a step, beside all the others."""
+    """The fastest way to do a step, and all the others."""
 
     shape: ModelShape
     tokens: int
@@ -120,9 +120,9 @@ class StepChoice:
     step_s: float
     bound_s: float
     plan: ModelPlan | StepPlan | None
-    """None where a rival's arrangement wins, of which only the time is known"""
+    """None if a rival's arrangement wins: only its time is known"""
     rivals: tuple[Rival, ...]
-    """with "columns" or "grouped gemms" among them where planned in full; fastest first"""
+    """fastest first; includes "columns" and "grouped gemms" if planned in full"""
 
 
 def choose_step(
@@ -135,9 +135,9 @@ def choose_step(
     server: Server | None = None,
     resident_only: bool = False,
 ) -> StepChoice:
-    """The minimum over all grains. Gemms are planned in full only where their lower bound could win."""
+    """The fastest of all grains. Gemms are planned in full only if their lower bound could win."""
     server = server or Server()
-    attention_products(shape, tokens, sequence)  # says so where the tokens are no whole sequences
+    attention_products(shape, tokens, sequence)  # raises unless the tokens are whole sequences
     case = Case(profiles=profiles, shape=shape, tokens=tokens, sequence=sequence, wire=wire, server=server)
     ways: dict[str, Rival] = {rival.name: rival for rival in all_rivals(case)}
     plans: dict[str, ModelPlan | StepPlan] = {}

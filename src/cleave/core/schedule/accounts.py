@@ -1,8 +1,8 @@
-"""Seats and accounts: what a device has of a sequence, and the gradients it adds up for all of its sequences.
+"""Seats and accounts: a device's progress on one sequence, and the gradients it sums over all of its sequences.
 
 A sequence takes a **seat** at every shard: one device, which keeps its K and V. The gradients of the shard's weights
-add up on that device in an **account**, over all its seats, and are read once. Where a departed device had returned a
-part of its account, the accounts that make up for it are asked only for the rest.
+add up on that device in an **account**, over all its seats, and are read once. If a device leaves after returning part
+of its account, the accounts that replace it are read only for the rest.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ def _none() -> dict[Direction, int]:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """Gradients of a shard's weights, as one device adds them up."""
+    """One device's sum of the gradients of a shard's weights."""
 
     shard: Shard
     device: DeviceId
     part: object = None
-    """Which part of them is asked for, if a departed device had returned some: None is all."""
+    """The part to read, if a departed device had returned the rest; None: all of it."""
     is_closed: bool = False
-    """Being read, or read: nothing may be added."""
+    """Nothing may be added: the account is being read or was read."""
     is_read: bool = False
     seats: list[Seat] = field(default_factory=lambda: list[Seat]())
 
 
 @dataclass(slots=True, eq=False)
 class Seat:
-    """A sequence's place at a shard: what one device has been given of it, and has done."""
+    """A sequence's place at a shard: the units one device was given for it, and how far it got."""
 
     shard: Shard
     sequence: int
@@ -45,7 +45,7 @@ class Seat:
     sent: dict[Direction, int] = field(default_factory=_none)
     received: dict[Direction, int] = field(default_factory=_none)
     done: dict[Direction, int] = field(default_factory=_none)
-    """Units whose results are stored, or that were silent."""
+    """Units whose results are stored, and finished silent units."""
 
     @property
     def device(self) -> DeviceId:
@@ -53,7 +53,7 @@ class Seat:
 
     @property
     def under_way(self) -> int:
-        """Units that were given out and are not done."""
+        """Units handed out and not done."""
         return sum(self.sent.values()) - sum(self.done.values())
 
 
@@ -61,14 +61,14 @@ class Accounts:
     """Accounts that have not been read."""
 
     def __init__(self, trained: Collection[Shard]) -> None:
-        """`trained` are the shards with gradients; the accounts of others are never read."""
+        """`trained` are the shards with gradients; accounts of other shards are never read."""
         self._trained = frozenset(trained)
         self._at: dict[Shard, dict[Account, None]] = {}
         self._partial: dict[Shard, dict[Account, None]] = {}
-        """Those that are asked for a part only."""
+        """Accounts of which only a part will be read."""
         self._of: dict[DeviceId, dict[Account, None]] = {}
         self._unread = 0
-        """Of shards with gradients."""
+        """Number of accounts of shards with gradients."""
 
     @property
     def are_read(self) -> bool:
@@ -84,18 +84,18 @@ class Accounts:
         return list(self._at.get(shard, ()))
 
     def partial(self, shard: Shard) -> list[Account]:
-        """Accounts that make up for what a departed device had not returned."""
+        """Accounts that replace what a departed device had not returned."""
         return list(self._partial.get(shard, ()))
 
     def of(self, device: DeviceId) -> list[Account]:
         return list(self._of.get(device, ()))
 
     def may_open(self, shard: Shard, device: DeviceId, part: object) -> bool:
-        """Whether a device has room for such an account: one of a shard at a time."""
+        """Whether the device has room for the account: it can hold one per shard at a time."""
         return all(other.part is part for other in self._open(shard, device) if other.seats)
 
     def open(self, shard: Shard, device: DeviceId, part: object) -> Account:
-        """A device's account of a shard's gradients, or of this part of them."""
+        """Return the device's open account of the shard's gradients, or of this part of them; open one if needed."""
         for account in self._open(shard, device):
             if account.part is part:
                 return account
@@ -108,7 +108,7 @@ class Accounts:
         return account
 
     def drop(self, account: Account) -> None:
-        """Forget an account: it was read, or nothing will come of it."""
+        """Forget an account that was read, or that will never be."""
         del self._at[account.shard][account]
         del self._of[account.device][account]
         self._partial.get(account.shard, {}).pop(account, None)
@@ -120,7 +120,7 @@ class Accounts:
                 yield account
 
     def check(self) -> None:
-        """Assert the invariants; a violation is a bug of ours."""
+        """Assert the invariants; a violation is our bug."""
         accounts = [account for at in self._at.values() for account in at]
         assert not [account for account in accounts if account.is_read]
         assert self._unread == sum(account.shard in self._trained for account in accounts)

@@ -1,7 +1,7 @@
-"""Desks: which devices serve which shard, how many sequences each may have open, and which one to give the next.
+"""Desks: which devices serve which shard, how many sequences each may have open, and which one gets the next.
 
-The free desks of a shard are kept in order of the moment at which they should be done with one sequence more, so that
-choosing one costs the same however many devices serve the shard.
+The free desks of a shard are ordered by when each should finish one more sequence, so the cost of choosing one does
+not depend on how many devices serve the shard.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cleave.core.schedule.tasks import DeviceId
 
 @dataclass(slots=True, eq=False)
 class Desk:
-    """A device at a shard: how many sequences it can have open at once, and how fast it is beside the others."""
+    """A device at a shard: how many sequences it can have open at once, and its speed relative to the others."""
 
     device: DeviceId
     slots: int
@@ -26,7 +26,7 @@ class Desk:
 
     @property
     def next_done(self) -> float:
-        """When it should be done with one sequence more, in units that only compare."""
+        """When the device should finish one more sequence, in arbitrary units: only for comparison."""
         return (self.open + 1) / self.speed
 
 
@@ -55,7 +55,7 @@ class Desks:
         self._place(shard, desk)
 
     def remove(self, device: DeviceId) -> list[Shard]:
-        """Remove every desk of a device; returns the shards it served."""
+        """Remove every desk of a device; return the shards it served."""
         shards = self._shards.pop(device, [])
         for shard in shards:
             del self._desks[shard][device]
@@ -74,7 +74,7 @@ class Desks:
             self._place(shard, desk)
 
     def soonest(self, shard: Shard, may_take: Callable[[DeviceId], bool]) -> Desk | None:
-        """The free desk that should be done soonest with one sequence more; a late device only where no other is."""
+        """The free desk that should finish one more sequence soonest; a late device only if no other is free."""
         late: Desk | None = None
         for device in self._free[shard].in_order():
             if may_take(device):
@@ -85,7 +85,7 @@ class Desks:
         return late
 
     def free_slots(self, shard: Shard) -> int:
-        """Sequences that devices which are not late could open."""
+        """Number of sequences that healthy devices could still open."""
         return sum(desk.slots - desk.open for desk in self.at(shard) if desk.device not in self._late)
 
     def _place(self, shard: Shard, desk: Desk) -> None:
@@ -95,7 +95,7 @@ class Desks:
             self._free[shard].discard(desk.device)
 
     def check(self) -> None:
-        """Assert the invariants; a violation is a bug of ours."""
+        """Assert the invariants; a violation is our bug."""
         for shard, desks in self._desks.items():
             for device, desk in desks.items():
                 assert shard in self._shards[device]

@@ -3,7 +3,7 @@
 An operand counts as held as soon as it is on its way: over one ordered channel, later messages cannot tell the
 difference. Operands of running tasks are pinned; others are evicted, least recently used first, when room is needed.
 Operands that a device made itself cannot be sent again, so they stay until released. A released operand is dropped as
-soon as no task pins it. `Holders` is the same knowledge by operand, kept up to date by each `DeviceMemory`.
+soon as no task pins it. `Holders` indexes the same facts by operand; each `DeviceMemory` keeps it up to date.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class DeviceMemory:
         self._released: set[OperandId] = set()
         self._made: set[OperandId] = set()
         self._absent: set[OperandId] = set()
-        """Operands that were not sent completely; they keep their memory while cancelled tasks pin them."""
+        """Incompletely sent operands; they keep their memory while cancelled tasks pin them."""
 
     def __contains__(self, operand: OperandId) -> bool:
         return operand in self._held and operand not in self._absent
@@ -61,7 +61,7 @@ class DeviceMemory:
         return sum(operand.bytes for operand in task.operands) + task.result_bytes <= self.memory_bytes
 
     def has_room_for(self, task: Task) -> bool:
-        """Whether the task fits now, once everything that may be evicted is."""
+        """Whether the task fits now, after evicting everything that may be evicted."""
         own = {operand.id for operand in task.operands}
         stays = sum(size for id, size in self._held.items() if id in self._pins or id in self._made or id in own)
         results = self.used_bytes - sum(self._held.values())
@@ -73,7 +73,7 @@ class DeviceMemory:
         return tuple(operand for operand in task.operands if operand.id not in self and not operand.is_made)
 
     def place(self, task: Task) -> tuple[OperandId, ...] | None:
-        """Make room for a task and pin its operands; return those evicted, or None, changing nothing, if none fits."""
+        """Make room for a task and pin its operands; return those evicted. If it does not fit, change nothing: None."""
         need = sum(operand.bytes for operand in task.operands if operand.id not in self._held) + task.result_bytes
         evicted = self._make_room(need, {operand.id for operand in task.operands})
         if evicted is None:
@@ -91,7 +91,7 @@ class DeviceMemory:
         return evicted
 
     def unplace(self, task: Task) -> tuple[OperandId, ...]:
-        """Unpin the operands of a task that ended; return those the device must drop."""
+        """Unpin the operands of a finished task; return those the device must drop."""
         self.used_bytes -= task.result_bytes
         for operand in task.operands:
             self._pins[operand.id] -= 1
@@ -111,7 +111,7 @@ class DeviceMemory:
         return freed
 
     def discard(self, operands: Collection[OperandId]) -> None:
-        """Mark operands as not held: they were not sent completely, and only cancelled tasks use them."""
+        """Mark incompletely sent operands, which only cancelled tasks use, as not held."""
         for operand in [operand for operand in operands if operand in self]:
             if operand in self._pins:
                 self._absent.add(operand)

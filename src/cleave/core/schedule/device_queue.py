@@ -1,10 +1,10 @@
-"""The tasks of one device: those that wait, those that run, and when each should be done.
+"""The waiting and running tasks of one device, and when each should be done.
 
 A task starts when it is next (lower priority number first, then in order of submission), when few others are
-unfinished, and when its operands and result fit into the device's memory. From the device's measured pace follows when
-it should be done; some time after that it is late, and a longer time after that its deadline has passed. A cancelled
-task keeps its turn and its memory until the cancellation is sent, as its operands may still be on their way.
-All moments are in ledger time (see `ledger.py`).
+unfinished, and when its operands and result fit into the device's memory. The device's measured pace predicts when it
+should be done; some time after that it is late, and later still its deadline has passed. A cancelled task keeps its
+slot and its memory until the cancellation is sent, because its operands may still be on their way.
+All times are in ledger time (see `ledger.py`).
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from cleave.core.schedule.rectangles import Rectangle, total, within, without
 from cleave.core.schedule.tasks import Command, DeviceId, Forget, OperandId, Refuse, Start, Task, TaskId
 
 IN_FLIGHT = 6
-"""Unfinished tasks a device may have: enough that its links and its compute never wait for the server."""
+"""Maximum number of unfinished tasks on a device: enough that its links and compute never wait for the server."""
 LATE_S, LATE_TIMES = 0.5, 3.0
 """Slack before a task is late: seconds, plus a multiple of its predicted duration."""
 DEADLINE_S, DEADLINE_TIMES = 10.0, 10.0
-"""Slack before its deadline, if nothing of it arrives in between."""
-_MAX_PIECES = 64  # of what a device owes of one task; honest devices return bands
+"""Slack before a task's deadline; each part of its result that arrives extends it."""
+_MAX_PIECES = 64  # pieces of one task that a device may owe; honest devices return bands
 _MAX_CANCELLED = 256  # cancelled tasks remembered, as their results may still be on their way
 
 
 @dataclass(slots=True)
 class Running:
-    """A task that its device was told to run."""
+    """A task that the device was told to run."""
 
     task: Task
     owed: list[Rectangle]
@@ -52,13 +52,13 @@ class Running:
         self.deadline = max(self.deadline, now + DEADLINE_S + DEADLINE_TIMES * self.expected_s)
 
     def delay(self, seconds: float) -> None:
-        """Wait for a more urgent task."""
+        """Shift the schedule: a more urgent task goes first."""
         self.late_at += seconds
         self.deadline += seconds
 
     @property
     def hedge_at(self) -> float:
-        """When the task should be hedged, again or for the first time, if its device is late; never if it is bound."""
+        """When to hedge the task, or hedge it again, if its device is late; never if it is bound."""
         if self.task.is_bound:
             return math.inf
         return -math.inf if self.hedged_at is None else self.hedged_at + LATE_S + self.expected_s
@@ -71,7 +71,7 @@ class DeviceQueue:
         self.busy_until = -math.inf
         """When the running tasks should be done."""
         self._waiting: list[tuple[int, int, Task]] = []
-        """A heap by priority and number of submission."""
+        """A heap by priority, then submission number."""
         self._cancelled: deque[TaskId] = deque(maxlen=_MAX_CANCELLED)
 
     # -------------------------------------------------------------------------------------------- questions
@@ -125,9 +125,9 @@ class DeviceQueue:
         return next((entry for entry in self.live if now > entry.deadline), None)
 
     def next_check(self, now: float, *, can_move: bool) -> float:
-        """The moment after which a task may become late or overdue or, if work can move to others, needs a hedge.
+        """The earliest time a task may become late or overdue or, if work can move to others, need a hedge.
 
-        Never too late; too early where deadlines are extended or tasks end before it comes.
+        Never too late, but may be too early: deadlines are extended and tasks finish in the meantime.
         """
         soonest, lags = math.inf, False
         for entry in self.running.values():
@@ -155,11 +155,11 @@ class DeviceQueue:
             heapq.heapify(self._waiting)
 
     def start(self, now: float) -> list[Command]:
-        """Start waiting tasks in their order, while there is a turn and memory for them."""
+        """Start waiting tasks in order, while there are slots and memory for them."""
         commands: list[Command] = []
         while self._waiting and len(self.running) < IN_FLIGHT:
             placed = self._place(self._waiting[0][2])
-            if placed is None and not self.running:  # the first waits for memory that only later ones can free
+            if placed is None and not self.running:  # the first one waits for memory that only later ones can free
                 placed = next(filter(None, map(self._place, self.waiting[1:])), None)
             if placed is None:
                 break
@@ -172,7 +172,7 @@ class DeviceQueue:
         return commands
 
     def finish(self, id: TaskId, now: float) -> tuple[OperandId, ...]:
-        """Remove a running task; return the operands that the device must drop."""
+        """Remove a running task; return the operands the device must drop."""
         entry = self.running.pop(id)
         if entry.is_cancelled:
             self._cancelled.append(id)
@@ -193,7 +193,7 @@ class DeviceQueue:
         assert self.running or not fits, "a device with waiting tasks that fit runs one"
 
     def _place(self, task: Task) -> tuple[Start, tuple[OperandId, ...], int] | None:
-        """Place a task into memory; with it the operands evicted for it and the bytes to send. None without room."""
+        """Place a task in memory; return it with evicted operands and bytes to send, or None if it does not fit."""
         missing = self.memory.missing(task)
         evicted = self.memory.place(task)
         if evicted is None:
@@ -202,7 +202,7 @@ class DeviceQueue:
         return start, evicted, sum(operand.wire_bytes for operand in missing)
 
     def _expect(self, task: Task, down_bytes: int, now: float) -> None:
-        """Predict when a task that starts now is done, after those that run already."""
+        """Predict when a task that starts now will be done, behind those already running."""
         expected_s = self.pace.seconds(down_bytes, task.flops * task.effort, task.up_bytes)
         for other in self.running.values():
             if other.task.priority > task.priority:

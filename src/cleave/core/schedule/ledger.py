@@ -1,9 +1,9 @@
-"""The scheduler's state machine, which alone decides which device does what when: events in, commands out.
+"""The scheduler's state machine, the only place that decides which device does what and when: events in, commands out.
 
-It knows no clock, no sockets and no numbers of matrices. A task is one run of a program on operands, planned for one
-device; it waits in the device's queue (`device_queue.py`) for its turn and for memory (`device_memory.py`), never for
-other tasks: there is no barrier. An operand that a device holds is never sent again. A result comes in rectangles, and
-each element is accepted exactly once, from whichever device returns it first (`regions.py`).
+It knows no clock, no sockets and no matrix contents. A task is one run of a program on operands, planned for one
+device; it waits in the device's queue (`device_queue.py`) for a slot and for memory (`device_memory.py`), never for
+other tasks: there is no barrier. An operand that a device holds is never sent again. A result arrives in rectangles,
+and each element is accepted exactly once, from whichever device returns it first (`regions.py`).
 
 Departures: the unfinished work of a device that leaves is handed back as orphans, unless another device has it too.
 Stragglers: a late device gets no new work, its waiting tasks are handed back, and its running ones are hedged: given to
@@ -13,8 +13,8 @@ misses a deadline is to be disconnected.
 Cost: an event costs time for the tasks, operands and devices it concerns, whatever the size of the fleet. Devices that
 may need attention are found in heaps (`soonest.py`), the holders of an operand in an index.
 
-Ledger time is the caller's `now` without the server's own stalls, so that no device is blamed for them: it stops two
-ticks after the last tick, until the next one comes. While nothing is unfinished nobody ticks, and it just runs.
+Ledger time is the caller's `now` minus the server's own stalls, so that no device is blamed for them: it stops two
+ticks after the last tick and resumes with the next one. While nothing is unfinished there are no ticks, and it runs on.
 
 `check` asserts the invariants; tests call it after every event.
 """
@@ -63,7 +63,7 @@ from cleave.core.schedule.tasks import (
 )
 
 TICK_S = 0.1
-_STALL_S = 2 * TICK_S  # without a tick for so long, the server itself stands still
+_STALL_S = 2 * TICK_S  # without a tick for this long, the server itself has stalled
 
 
 class Ledger:
@@ -73,13 +73,13 @@ class Ledger:
         self._holders = Holders()
         self._late: dict[DeviceId, None] = {}
         self._checks = Soonest()
-        """When each device with unfinished tasks may next be late or overdue, or needs hedges."""
+        """When each device with unfinished tasks may next be late or overdue, or need hedges."""
         self._free = Soonest()
         """When each healthy device should be free."""
         self._submitted = 0
         self._stalled_s = 0.0
         self._ticked = 0.0
-        """In ledger time."""
+        """Ledger time of the last tick."""
 
     # -------------------------------------------------------------------------------------------- questions
 
@@ -100,24 +100,24 @@ class Ledger:
         return self._regions.is_open(group)
 
     def holders(self, operand: OperandId) -> Collection[DeviceId]:
-        """Devices that hold an operand, or to which it is on its way."""
+        """Devices that hold an operand or are being sent it."""
         return self._holders[operand]
 
     def holds(self, device: DeviceId, operand: OperandId) -> bool:
         return device in self._holders[operand]
 
     def needs(self, device: DeviceId, operand: OperandId) -> bool:
-        """Whether the device runs a task on this operand that is not cancelled."""
+        """Whether the device runs a task on this operand, not counting cancelled ones."""
         queue = self._queues.get(device)
         return queue is not None and queue.needs(operand)
 
     def tasks(self, device: DeviceId) -> Collection[TaskId]:
-        """Tasks that the device was told to run, cancelled ones included."""
+        """Tasks the device was told to run, including cancelled ones."""
         queue = self._queues.get(device)
         return () if queue is None else queue.running.keys()
 
     def unfinished(self, device: DeviceId) -> int:
-        """Number of tasks that the device runs or that wait for it."""
+        """Number of tasks the device runs or has queued."""
         queue = self._queues.get(device)
         return 0 if queue is None else queue.unfinished
 
@@ -127,7 +127,7 @@ class Ledger:
         return 0.0 if queue is None else max(0.0, queue.busy_until - self._time(now))
 
     def least_busy(self, limit: int) -> list[DeviceId]:
-        """Up to `limit` healthy devices, soonest free first; no healthy device left out should be free sooner.
+        """The healthy devices that should be free soonest, in that order, at most `limit`.
 
         Idle devices come first, the longest idle ahead; then those whose running tasks should be done soonest.
         Cost: O(limit log limit).
@@ -135,10 +135,10 @@ class Ledger:
         return list(islice(self._free.in_order(), limit))
 
     def wanted(self, device: DeviceId, task: TaskId, part: Rectangle) -> Task | Refuse:
-        """The task that the device runs and owes this part of; whether the part is right is for others to say."""
+        """The running task of which the device owes this part; verifying the part is left to the caller."""
         queue = self._queues.get(device)
         if queue is None:
-            return Refuse(device, f"result of task {task} from a device that is not here", is_fault=True)
+            return Refuse(device, f"result of task {task} from a device that is not connected", is_fault=True)
         return queue.expects(task, part)
 
     # -------------------------------------------------------------------------------------------- events
@@ -219,7 +219,7 @@ class Ledger:
         return started + self._give_up(hopeless)
 
     def _deliver(self, device: DeviceId, id: TaskId, part: Rectangle, now: float) -> list[Command]:
-        """Accept a rectangle of a result, cancel the tasks it makes pointless, and start what is next."""
+        """Accept a rectangle of a result, cancel the tasks it makes pointless, and start the next ones."""
         task = self.wanted(device, id, part)
         if isinstance(task, Refuse):
             return [task]
@@ -250,7 +250,7 @@ class Ledger:
         return [*self._cancel([entry.task], now), *self._give_up([entry.task])]
 
     def _end_cancelled(self, device: DeviceId, id: TaskId, unsent: tuple[OperandId, ...], now: float) -> list[Command]:
-        """Free the place of a cancelled task; its operands that were not sent completely are not held."""
+        """Free the slot and memory of a cancelled task; operands of it not sent completely count as not held."""
         if id not in self.tasks(device):
             return []
         queue = self._queues[device]
@@ -278,7 +278,7 @@ class Ledger:
     # -------------------------------------------------------------------------------------------- tasks
 
     def _start(self, queue: DeviceQueue, now: float) -> list[Command]:
-        """Start what waits for the device, after any change to its queue or memory."""
+        """Start the device's waiting tasks, after any change to its queue or memory."""
         commands = queue.start(now)
         self._check_later(queue, now)
         if queue.device not in self._late:
@@ -286,7 +286,7 @@ class Ledger:
         return commands
 
     def _cancel(self, tasks: list[Task], now: float) -> list[Command]:
-        """Take pointless tasks out of the queues they wait in, or cancel them on their devices."""
+        """Remove pointless tasks from their queues, or cancel them on their devices."""
         commands: list[Command] = []
         waiting: dict[DeviceId, set[TaskId]] = {}
         for task in tasks:
@@ -305,7 +305,7 @@ class Ledger:
         return commands
 
     def _give_up(self, tasks: Iterable[Task]) -> list[Command]:
-        """Orphan what only these tasks, which will not be done, could have brought."""
+        """Give up tasks that will not be done; orphan the parts no other task covers."""
         return [orphan for task in tasks if (orphan := self._regions.give_up(task)) is not None]
 
     # -------------------------------------------------------------------------------------------- stragglers
@@ -318,13 +318,13 @@ class Ledger:
         self._checks.put_earlier(queue.device, queue.next_check(now, can_move=self._has_healthy))
 
     def _check_stragglers(self) -> None:
-        """Look after late devices at the next tick, if this is the first healthy one to take work from them."""
+        """Check late devices at the next tick, if the fleet just got its first healthy device to take their work."""
         if len(self._queues) == len(self._late) + 1:
             for device in self._late:
                 self._checks.put_earlier(device, -math.inf)
 
     def _tick(self, now: float) -> list[Command]:
-        """Look after the devices that are due: disconnect, mark as late, move and hedge their tasks."""
+        """Check the devices that are due: disconnect them, mark them as late, move and hedge their tasks."""
         commands: list[Command] = []
         due = [self._queues[device] for device in self._checks.pop_before(now)]
         lagging: list[DeviceQueue] = []
@@ -349,13 +349,13 @@ class Ledger:
         return commands
 
     def _move_waiting(self, queue: DeviceQueue) -> list[Command]:
-        """Hand back what waits for a late device and could be done elsewhere."""
+        """Hand back a late device's waiting tasks that could run elsewhere."""
         movable = [task for task in queue.waiting if not task.is_bound]
         queue.dequeue({task.id for task in movable})
         return self._give_up(movable)
 
     def _hedge_running(self, queue: DeviceQueue, hedged: dict[TaskId, list[Rectangle]], now: float) -> list[Command]:
-        """Hedge what a late device runs and no healthy device has, except what was `hedged` in this tick."""
+        """Hedge what a late device runs and no healthy device has, except what this tick already `hedged`."""
         commands: list[Command] = []
         for entry in queue.live:
             if now <= entry.hedge_at:
@@ -372,7 +372,7 @@ class Ledger:
         return commands
 
     def _recover(self, device: DeviceId, now: float) -> list[Command]:
-        """Count a late device as healthy again once it speaks and none of its tasks is late."""
+        """Mark a late device as healthy once it is heard from and none of its tasks is late."""
         if device not in self._late or self._queues[device].lags(now):
             return []
         del self._late[device]
@@ -383,7 +383,7 @@ class Ledger:
     # -------------------------------------------------------------------------------------------- invariants
 
     def check(self) -> None:
-        """Assert the invariants; a violation is a bug of ours."""
+        """Assert the invariants; a violation is our bug."""
         live: dict[TaskId, Task] = {}
         holders: dict[OperandId, set[DeviceId]] = {}
         for device, queue in self._queues.items():

@@ -1,10 +1,10 @@
-"""The devices that are here or were here, and their profiles as measured by their work.
+"""Connected and past devices, and their profiles as measured by their work.
 
-A rate is an amount over the seconds it took, both fading, so that it follows a device that slows down within some tens
-of results and is not moved by a single odd one. The planner reads a snapshot (`Profiles`) of the devices that are not
+A rate is an amount over the seconds it took, both decaying, so that it follows a device that slows down within a few
+dozen results and ignores a single outlier. The planner reads a snapshot (`Profiles`) of the devices that are not
 late. The snapshot, and with it the roster's number, changes only when a device joins, leaves, becomes late or
-recovers, or when a rate has moved far enough to matter, so that plans can be kept. It is built when it is asked for,
-and nothing else visits all devices. A device's record and trust outlive its connection.
+recovers, or when a rate has moved far enough to matter, so that plans can be kept. It is built on demand, and nothing
+else visits all devices. A device's record and trust outlive its connection.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from cleave.core.schedule.names import Names
 from cleave.core.schedule.profile_table import Measured, ProfileTable
 from cleave.core.verify.trust import Trust
 
-_FADE_BYTES = 32e6  # after so many bytes a link's past counts half
-_FADE_S = 1.0  # after so many seconds of compute a processor's past counts half
+_FADE_BYTES = 32e6  # bytes after which a link's past counts half
+_FADE_S = 1.0  # seconds of compute after which a processor's past counts half
 _LATENCY_FADE = 1.02
 _MAX_PAST = 4096
 _MAX_PAUSE_S = 300.0
-_MAX_BYTES_PER_S, _MAX_FLOPS_PER_S = 20e9, 1e16  # so that a message that arrived at once took some time
+_MAX_BYTES_PER_S, _MAX_FLOPS_PER_S = 20e9, 1e16  # so that a message that arrives instantly still takes some time
 STAND_IN = "this server"
-"""Name of the server's own device, which computes while no other is here."""
+"""Name of the server's own device, which computes while no other is connected."""
 _RESERVED = frozenset(("server", STAND_IN))
 
 
 class Rate:
-    """Amount per second, from amounts and seconds that fade."""
+    """Amount per second, from decaying sums of amounts and seconds."""
 
     def __init__(self, first: float, memory: float, maximum: float) -> None:
         self._memory, self._maximum = memory, maximum
@@ -48,7 +48,7 @@ class Rate:
         return self._amount / self._seconds
 
     def add(self, amount: float, seconds: float) -> None:
-        """Learn from an amount that took some time; ignore what no device can have measured."""
+        """Add a measurement; ignore implausible ones."""
         if not (0 < amount < math.inf and 0 < seconds < math.inf):
             return
         keep = 0.5 ** (amount / self._memory)
@@ -59,13 +59,13 @@ class Rate:
         self._amount = min(self._amount, maximum * self._seconds)
 
     def halve(self) -> None:
-        """Expect less of a device that is late for an unknown reason; its next results correct the guess."""
+        """Halve the expectation for a device that is late for an unknown reason; its next results correct the guess."""
         self._amount /= 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """What a device needed for one result: amounts, and the seconds each took."""
+    """The cost of one result on its device: amounts, and the seconds each took."""
 
     flops: float
     compute_s: float
@@ -86,7 +86,7 @@ class Member:
     up: Rate
     address: str = ""
     key: str | None = ""
-    """The token of the run that it joined with; None for the server's own device."""
+    """Token of the run it joined with; None for the server's own device."""
     trust: Trust = field(default_factory=Trust)
     tasks: int = 0
     done_flops: float = 0.0
@@ -94,28 +94,28 @@ class Member:
     verified_flops: float = 0.0
     """FLOPs of results that were verified on arrival: products, not resident layers. The device's credit."""
     wrong: int = 0
-    """Results that were found wrong."""
+    """Results found wrong."""
     compute_s: float = 0.0
     """Seconds of compute, as reported by the device."""
     down_bytes: int = 0
     up_bytes: int = 0
     failures: int = 0
-    """Consecutive tasks that it could not do."""
+    """Consecutive failed tasks."""
     refused: int = 0
-    """Consecutive results that it was not asked for."""
+    """Consecutive results that were not asked for."""
     bad_stays: int = 0
-    """Consecutive connections that ended through its own fault with nothing done."""
+    """Consecutive connections that ended through the device's fault with nothing done."""
     has_helped: bool = False
-    """It has returned a correct result during this connection."""
+    """Whether the device returned a correct result during this connection."""
     not_before: float = 0.0
-    """When it may join again after a bad stay."""
+    """When the device may rejoin after a bad stay."""
 
     def heard(self, round_trip_s: float) -> None:
-        """Learn from the answer to a heartbeat, which may have queued behind other messages: keep a fading minimum."""
+        """Learn from a heartbeat's answer, which may have queued behind other messages: keep a decaying minimum."""
         self.latency_s = min(round_trip_s, self.latency_s * _LATENCY_FADE)
 
     def start_no_faster_than(self, before: Member) -> None:
-        """Cap the rates of a new probe, which a short burst may have flattered, at those its work had shown."""
+        """Cap the rates of a new probe, which a short burst may have inflated, at those its earlier work showed."""
         for ours, theirs in ((self.flops, before.flops), (self.down, before.down), (self.up, before.up)):
             ours.limit(theirs.value)
 
@@ -134,17 +134,17 @@ class Member:
 
 
 _OUTLIVES = ("tasks", "done_flops", "verified_flops", "wrong", "compute_s", "down_bytes", "up_bytes")
-"""Fields that a member keeps when it leaves and returns under its name."""
+"""Fields that a member keeps when it leaves and rejoins under its name."""
 
 
 class PastMembers(Mapping[str, Member]):
-    """A bounded record of devices that left; those that were wrong are forgotten last."""
+    """A bounded record of departed devices; those that returned wrong results are forgotten last."""
 
     def __init__(self, maximum: int = _MAX_PAST) -> None:
         self._maximum = maximum
         self._members: OrderedDict[str, Member] = OrderedDict()
         self._wrong: OrderedDict[str, Member] = OrderedDict()
-        """Those among the oldest that were found wrong, set aside when one had to be forgotten."""
+        """Old records of devices that were found wrong, set aside when room had to be made."""
 
     def __getitem__(self, name: str) -> Member:
         return self._members[name] if name in self._members else self._wrong[name]
@@ -157,7 +157,7 @@ class PastMembers(Mapping[str, Member]):
         return len(self._members) + len(self._wrong)
 
     def add(self, member: Member) -> None:
-        """Record a device that left; amortised, forgetting one costs the same however many there are."""
+        """Record a departed device; amortized, forgetting one takes constant time."""
         self._members[member.name] = member
         while len(self) > self._maximum:
             if not self._members:
@@ -173,7 +173,7 @@ class PastMembers(Mapping[str, Member]):
 
 class Roster:
     def __init__(self, late: AbstractSet[str] = frozenset()) -> None:
-        """`late` is a live view of the late devices, which is the ledger's to decide."""
+        """`late` is a live view of the late devices; the ledger decides which are."""
         self._late = late
         self.members: dict[str, Member] = {}
         self.past = PastMembers()
@@ -212,7 +212,7 @@ class Roster:
         if before is not None:
             for kept in _OUTLIVES:
                 setattr(member, kept, getattr(before, kept))
-            if before.address == address:  # any device may give any name
+            if before.address == address:  # any device may claim any name
                 member.trust, member.bad_stays = before.trust, before.bad_stays
                 member.start_no_faster_than(before)
         self._table.add(name, member.measured)
@@ -228,7 +228,7 @@ class Roster:
         self._changed()
 
     def observe(self, name: str, seen: Observation, effort: float) -> None:
-        """Learn from work what the probe could only guess; operations of `effort` count that much more."""
+        """Learn from work what the probe could only guess; operations count `effort` times."""
         member = self.members[name]
         member.flops.add(seen.flops * effort, seen.compute_s)
         member.down.add(seen.down_bytes, seen.down_s)
@@ -239,13 +239,13 @@ class Roster:
         self.measured(name)
 
     def measured(self, name: str) -> None:
-        """Let the next snapshot show a device's rates and latency, which work or a heartbeat has just changed."""
+        """Show a device's new rates and latency, just measured by work or a heartbeat, in the next snapshot."""
         self._table.update(name, self.members[name].measured)
         if self._snapshot is not None and self._table.has_moved(name):
             self._changed()
 
     def lateness_changed(self, name: str) -> None:
-        """Leave a device that became late out of the snapshot, with its rates halved; or show a recovered one again."""
+        """Drop a newly late device from the snapshot and halve its rates, or show a recovered one again."""
         member = self.members.get(name)
         if member is None:
             return
@@ -256,24 +256,24 @@ class Roster:
         self._changed()
 
     def send_away(self, name: str, now: float) -> None:
-        """Make a device whose stay ended badly wait before it joins again, each time twice as long."""
+        """Make a device wait before it may rejoin after a bad stay, twice as long each time."""
         member = self.members[name]
         member.bad_stays += 1
         member.not_before = now + min(2.0**member.bad_stays, _MAX_PAUSE_S)
 
     def pause_s(self, name: str, address: str, now: float) -> float:
-        """Seconds that a device of that name and address must wait before it may join."""
+        """Seconds a device with this name and address must wait before it may join."""
         before = self.past.get(name)
         return max(0.0, before.not_before - now) if before is not None and before.address == address else 0.0
 
     def is_quarantined(self, name: str, address: str) -> bool:
-        """Whether a device of that name and address has lost its trust."""
+        """Whether a device with this name and address is quarantined: it has lost its trust."""
         before = self.past.get(name)
         return before is not None and before.address == address and before.trust.is_lost
 
     @contextmanager
     def reserved(self, name: str, *, own: bool = False) -> Generator[str]:
-        """Reserve a name, with a number behind it if it is taken, until its device is added.
+        """Reserve a name, numbered if it is taken, until its device is added.
 
         `own` allows the names reserved for the server itself.
         """
@@ -290,7 +290,7 @@ class Roster:
                 self._names.freed(free, self._is_taken)
 
     def profiles(self) -> Profiles | None:
-        """A snapshot of the devices that are not late, or of all if all are late; None if none is here."""
+        """A snapshot of the devices that are not late, or of all if all are late; None if none is connected."""
         if self._snapshot is None and self.members:
             self._snapshot = self._table.snapshot(without=self._late)
         return self._snapshot

@@ -1,7 +1,7 @@
-"""Unique device names: the wanted one or, if it is taken, the wanted one with the lowest free number behind it.
+"""Unique device names: the requested one or, if it is taken, the requested one plus the lowest free number.
 
-A device that reconnects under its old name should find it free again, so numbers are reused, the lowest first. The
-cost does not grow with the number of devices that want the same name.
+A device that reconnects under its old name should find it free again, so numbers are reused, lowest first. The
+cost does not grow with the number of devices that request the same name.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _FIRST = 2  # phone, phone-2, phone-3 ...
 
 @dataclass(slots=True)
 class _Numbers:
-    """Numbers given out for one wanted name: every number below `next` was taken once."""
+    """Numbers handed out for one requested name: every number below `next` was taken once."""
 
     next: int = _FIRST
     freed: set[int] = field(default_factory=lambda: set[int]())
     heap: list[int] = field(default_factory=lambda: list[int]())
-    """The freed ones, lowest first."""
+    """Freed numbers, lowest first."""
 
 
 class Names:
@@ -28,14 +28,14 @@ class Names:
         self._numbers: dict[str, _Numbers] = {}
 
     def free(self, wanted: str, is_taken: Callable[[str], bool]) -> str:
-        """A name that is not taken; the caller takes it, and reports it `freed` in the end."""
+        """A free name; the caller takes it and later reports it `freed`."""
         if not is_taken(wanted):
             return wanted
         numbers = self._numbers.setdefault(wanted, _Numbers())
         while numbers.heap:
             number = heapq.heappop(numbers.heap)
             numbers.freed.remove(number)
-            if not is_taken(f"{wanted}-{number}"):  # by a device that asked for just that name
+            if not is_taken(f"{wanted}-{number}"):  # by a device that requested exactly that name
                 return f"{wanted}-{number}"
         while is_taken(f"{wanted}-{numbers.next}"):
             numbers.next += 1
@@ -43,7 +43,7 @@ class Names:
         return f"{wanted}-{numbers.next - 1}"
 
     def freed(self, name: str, is_taken: Callable[[str], bool]) -> None:
-        """Reuse a name that is not taken any more."""
+        """Make a name available again."""
         base, _, digits = name.rpartition("-")
         numbers = self._numbers.get(base)
         if numbers is not None and digits.isascii() and digits.isdigit() and not digits.startswith("0"):

@@ -1,17 +1,17 @@
-"""The way of a batch through resident layers: what can be computed next, and by whom.
+"""The pipeline of a batch through resident layers: which units can be computed next, and on which device.
 
 A stage is a shard of the model, or the slices of one sublayer; each shard is served by the devices that hold its
 weights (`desks.py`). A sequence takes a seat in every shard (`accounts.py`). Its chunks flow forward in causal order
-and backward in reverse; a unit is ready as soon as what it reads is stored, so stages overlap without a barrier.
+and backward in reverse; a unit is ready as soon as its inputs are stored, so stages overlap without a barrier.
 
-A result is *received* when all of it came: from then on it is known, whatever becomes of its device. It is *stored*
-when its numbers are where the next units read them; results may be stored in any order. A departed device's sequences
-take other seats and go their way again from the first chunk; results that are known already are not asked for (silent
-units). What its account had not returned is lost with it and made again by those units; what had been returned is not
-asked for again.
+A result is *received* when all of it has arrived: from then on it is known, whatever happens to its device. It is
+*stored* when its numbers are where the next units read them; results may be stored in any order. A departed device's
+sequences take other seats and start over from the first chunk; results already known are not requested again (silent
+units). Gradients that its account had not returned are lost and recomputed by those units; returned ones are not
+requested again.
 
-Knows neither numbers nor bytes nor time. Not a scheduler of devices either: units are handed to the ledger, which
-decides when each starts. What a unit costs here does not grow with the stages, slices or devices of the plan.
+This module knows no numbers, bytes or time, and does not schedule devices: units are handed to the ledger, which
+decides when each starts. The cost of a unit here does not grow with the stages, slices or devices of the plan.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cleave.core.schedule.desks import Desk, Desks
 from cleave.core.schedule.tasks import DeviceId
 
 Course = Literal["forward", "backward", "both"]
-"""Forward alone; backward of an earlier forward, whose states must be made again; or one behind the other."""
+"""Forward only; backward of an earlier forward, whose states must be recomputed; or forward, then backward."""
 _DIRECTIONS: tuple[Direction, Direction] = ("forward", "backward")
 
 
@@ -38,20 +38,20 @@ class Unit:
     direction: Direction
     chunk: int
     is_silent: bool
-    """Its result is known already, from a device that left."""
+    """Its result is already known, from a device that left."""
 
 
 @dataclass(slots=True, eq=False)
 class _Stored:
-    """Chunks of one sequence at one stage in one direction, in the order of that direction."""
+    """Stored chunks of one sequence at one stage in one direction, in the order of that direction."""
 
     complete: int
-    """So many, from the first on, are stored by every slice."""
+    """Number of leading chunks that every slice has stored."""
     slices: dict[int, int] = field(default_factory=lambda: dict[int, int]())
-    """Slices that stored a chunk which is not complete."""
+    """Incomplete chunk -> number of slices that have stored it."""
 
     def add(self, place: int, slices: int) -> bool:
-        """Count a slice of a chunk, of so many; returns whether more chunks are complete."""
+        """Count one of a chunk's `slices` as stored; return whether this completed any chunks."""
         self.slices[place] = self.slices.get(place, 0) + 1
         before = self.complete
         while self.slices.get(self.complete) == slices:
@@ -62,7 +62,7 @@ class _Stored:
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
-    """A sequence that lost its seat; of what it adds to an account at the next one, `part` is asked for."""
+    """A sequence that lost its seat; `part` is what will be read of the account it adds to at the next one."""
 
     shard: Shard
     sequence: int
@@ -70,7 +70,7 @@ class _Waiting:
 
 
 class Pipeline:
-    """`begin`, then `received` and `stored` for every unit; `stored` gives the units that became ready."""
+    """Call `begin`, then `received` and `stored` for every unit; `stored` returns the units that became ready."""
 
     def __init__(
         self,
@@ -91,20 +91,20 @@ class Pipeline:
         self._accounts = Accounts(trained if course != "forward" else ())
         start: dict[Direction, int] = {"forward": chunks if course == "backward" else 0, "backward": 0}
         self._received = {shard: [dict(start) for _ in range(sequences)] for shard in self._stage}
-        """Per shard and sequence: results there are, in the order of each direction."""
+        """Number of known results per shard, sequence and direction."""
         self._stored: list[list[dict[Direction, _Stored]]] = [
             [{direction: _Stored(start[direction]) for direction in _DIRECTIONS} for _ in range(sequences)]
             for _ in self._stages
         ]
         each = len(self._stage) * sequences
         self._missing = {direction: each * (chunks - start[direction]) for direction in _DIRECTIONS}
-        """Results that are not stored, of all shards and sequences."""
+        """Results not yet stored, over all shards and sequences."""
         self._under_way = 0
-        """Units that were given out and are not done."""
+        """Units handed out and not done."""
         self._seats: dict[tuple[Shard, int], Seat] = {}
         self._seats_of: dict[DeviceId, dict[Seat, None]] = {}
         self._through: dict[Shard, int] = dict.fromkeys(self._stage, 0)
-        """Sequences that are through a shard."""
+        """Number of sequences that have finished each shard."""
         self._opened = 0
         self._waiting: list[_Waiting] = []
 
@@ -118,11 +118,11 @@ class Pipeline:
         return self._stage[shard]
 
     def place_of(self, unit: Unit) -> int:
-        """A unit's place in the order of its direction."""
+        """Position of a unit in the order of its direction."""
         return unit.chunk if unit.direction == "forward" else self._chunks - 1 - unit.chunk
 
     def is_current(self, seat: Seat) -> bool:
-        """Whether its sequence did not lose it."""
+        """Whether the sequence still has this seat."""
         return self._seats.get((seat.shard, seat.sequence)) is seat
 
     def ended(self, direction: Direction) -> bool:
@@ -130,29 +130,29 @@ class Pipeline:
         return self._missing[direction] == 0
 
     def is_over(self, seat: Seat) -> bool:
-        """Whether all that was asked of a seat is done."""
+        """Whether every unit of a seat is done."""
         return seat.done["forward" if self.course == "forward" else "backward"] == self._chunks
 
     def is_through_stage(self, stage: int, sequence: int) -> bool:
         return all(self._is_through(shard, sequence) for shard in self._stages[stage])
 
     def is_gathered(self, shard: Shard) -> bool:
-        """Whether all sequences went through a shard and every account of it has been read."""
+        """Whether all sequences have finished the shard and all of its accounts have been read."""
         return self._is_whole(shard) and self._accounts.is_read(shard)
 
     @property
     def is_read(self) -> bool:
-        """Whether every account was read, and no sequence waits for a seat, to add to one again."""
+        """Whether every account has been read and no sequence waits for a seat, which would open another."""
         return not self._waiting and self._accounts.are_read
 
     @property
     def is_stuck(self) -> bool:
-        """Whether sequences wait for seats and nothing is under way that could free one."""
+        """Whether sequences wait for seats while nothing is under way that could free one."""
         return not self._under_way and (bool(self._waiting) or self._opened < self._sequences)
 
     @property
     def unserved(self) -> list[Shard]:
-        """Shards that sequences wait for and nobody serves."""
+        """Unfinished shards that no device serves."""
         return [shard for shard in self._stage if not self.desks.at(shard) and not self._is_whole(shard)]
 
     # -------------------------------------------------------------------------------------------- events
@@ -161,7 +161,7 @@ class Pipeline:
         return self.settle()
 
     def received(self, unit: Unit) -> None:
-        """All of a unit's result came, after those of the chunks before it."""
+        """Record that all of a unit's result has arrived; results arrive in chunk order."""
         seat, direction = unit.seat, unit.direction
         assert self.is_current(seat), "units of lost seats are forgotten"
         assert seat.received[direction] == self.place_of(unit)
@@ -170,7 +170,7 @@ class Pipeline:
             self._received[seat.shard][seat.sequence][direction] += 1
 
     def stored(self, unit: Unit) -> list[Unit]:
-        """A received result is where the next units read it, even if its seat has been lost since."""
+        """Record that a received result is where the next units read it, even if its seat has been lost since."""
         seat, direction = unit.seat, unit.direction
         stage, is_more_complete = self._stage[seat.shard], False
         if not unit.is_silent:
@@ -192,10 +192,10 @@ class Pipeline:
         return units + self.settle() if is_over else units
 
     def readable(self, shard: Shard) -> list[Account]:
-        """Accounts to be read now; each is given once.
+        """Accounts to read now; each is returned once.
 
-        All of a shard, when every sequence went through it. One that makes up for what a device took with it, as soon
-        as all of that has: another of those may need its room.
+        All accounts of a shard once every sequence has finished it. A partial account, which replaces what a departed
+        device lost, once its own sequences have and no other waits for that part: another account may need its room.
         """
         if not self._accounts.is_trained(shard):
             return []
@@ -204,21 +204,21 @@ class Pipeline:
         else:
             found = [account for account in self._accounts.partial(shard) if self._is_made_up(account)]
         for account in found:
-            if not account.seats:  # others gave theirs up
+            if not account.seats:  # all of its sequences moved to other devices
                 self._accounts.drop(account)
             account.is_closed = True
         return [account for account in found if account.seats]
 
     def read(self, account: Account) -> None:
-        """All of an account came and was added."""
+        """Record that all of an account has arrived and been added."""
         assert not account.is_read
         account.is_read = True
         self._accounts.drop(account)
 
     def leave(self, device: DeviceId, left_over: Mapping[Account, object]) -> tuple[list[Seat], list[Unit]]:
-        """A device is gone; of its accounts that were being read, `left_over` is what had not come.
+        """Remove a departed device; `left_over` is what had not arrived of the accounts being read from it.
 
-        Gives the seats that are lost, whose units are to be forgotten, and the units that became ready elsewhere.
+        Return the lost seats, whose units the caller must forget, and the units that became ready elsewhere.
         """
         self.desks.remove(device)
         lost: list[Seat] = []
@@ -226,13 +226,13 @@ class Pipeline:
             self._accounts.drop(account)
             part = left_over.get(account, account.part)
             for seat in account.seats:
-                if self._accounts.is_trained(seat.shard) or not self.is_over(seat):  # else all wanted of it is there
+                if self._accounts.is_trained(seat.shard) or not self.is_over(seat):  # else it owes nothing more
                     lost.append(seat)
                     self._unseat(seat, part)
         return lost, self.settle()
 
     def give_up_seats(self, device: DeviceId) -> tuple[list[Seat], list[Unit]]:
-        """A device lags: sequences of which it has added nothing to an account move to others, if there are any."""
+        """Move a lagging device's sequences, except those with backward units, to healthy devices with free slots."""
         lost: list[Seat] = []
         free: dict[Shard, int] = {}
         for seat in list(self._seats_of.get(device, ())):
@@ -249,9 +249,9 @@ class Pipeline:
         return lost, self.settle() if lost else []
 
     def settle(self) -> list[Unit]:
-        """Give seats to sequences that lost theirs, then to those that have not begun, while there are any free.
+        """Seat the sequences that lost their seats, then new ones, while desks are free.
 
-        To be called again when desks were added, or accounts are being read.
+        Call again after desks were added or accounts closed for reading.
         """
         units: list[Unit] = []
         for entry in list(self._waiting):
@@ -296,7 +296,7 @@ class Pipeline:
         return list(self._ready(seat))
 
     def _unseat(self, seat: Seat, part: object) -> None:
-        """A sequence waits for another seat; of what it will add to an account there, `part` is asked for."""
+        """Make a sequence wait for another seat, whose account will be read for `part` only."""
         del self._seats[seat.shard, seat.sequence]
         del self._seats_of[seat.device][seat]
         self._through[seat.shard] -= self.is_over(seat)
@@ -306,7 +306,7 @@ class Pipeline:
     # -------------------------------------------------------------------------------------------- units
 
     def _around(self, stage: int, sequence: int) -> list[Unit]:
-        """Units that are ready because more of this stage is complete: its own and its neighbours'."""
+        """Units that became ready because more of this stage is complete: its own and its neighbors'."""
         near = (shard for shards in self._stages[max(stage - 1, 0) : stage + 2] for shard in shards)
         seats = [self._seats[shard, sequence] for shard in near if (shard, sequence) in self._seats]
         return [unit for seat in seats for unit in self._ready(seat)]
@@ -315,7 +315,7 @@ class Pipeline:
         known, last = self._received[seat.shard][seat.sequence], self._chunks - 1
         for direction in _DIRECTIONS:
             if direction == "backward" and seat.done["forward"] < self._chunks:
-                return  # they are more urgent, and would take the turns of those they wait for
+                return  # backward units are more urgent: they would take the slots of those they wait for
             while seat.sent[direction] < self._available(seat, direction):
                 place = seat.sent[direction]
                 seat.sent[direction] += 1
@@ -328,7 +328,7 @@ class Pipeline:
                 )
 
     def _available(self, seat: Seat, direction: Direction) -> int:
-        """How many chunks of one direction a seat could be given, as far as what they read is stored."""
+        """How many chunks of one direction could be handed to a seat: those whose inputs are stored."""
         stage, last = self._stage[seat.shard], len(self._stages) - 1
         if direction == "forward":
             return self._chunks if stage == 0 else self._complete(stage - 1, seat.sequence, "forward")
@@ -337,16 +337,16 @@ class Pipeline:
         if stage < last:
             return self._complete(stage + 1, seat.sequence, "backward")
         is_whole = self._complete(stage, seat.sequence, "forward") == self._chunks
-        return self._chunks if is_whole else 0  # what begins backward needs every slice's part of the loss
+        return self._chunks if is_whole else 0  # backward starts from the loss, which needs every slice
 
     def _complete(self, stage: int, sequence: int, direction: Direction) -> int:
-        """Chunks, from the first on, that every slice of a stage has stored."""
+        """Number of leading chunks that every slice of a stage has stored."""
         return self._stored[stage][sequence][direction].complete
 
     # -------------------------------------------------------------------------------------------- invariants
 
     def check(self) -> None:
-        """Assert the invariants; a violation is a bug of ours."""
+        """Assert the invariants; a violation is our bug."""
         self.desks.check()
         self._accounts.check()
         for (shard, sequence), seat in self._seats.items():

@@ -1,8 +1,8 @@
-"""Measured profiles of the devices that are here, as rows of one array, for snapshots that the planner reads.
+"""Measured profiles of the connected devices, as rows of one array, for the planner's snapshots.
 
-A snapshot of 8,192 devices takes a fraction of a millisecond: rows are checked when devices join and then only copied.
-The table remembers what the last snapshot showed, so that it can tell, device by device, when a rate has moved far
-enough that plans should change.
+A snapshot of 8,192 devices takes a fraction of a millisecond: rows are checked when devices join and only copied after
+that. The table remembers the last snapshot, so that it can tell, device by device, when a rate has moved far enough
+that plans should change.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 from cleave.core.fleet.profiles import Profiles
 
-_ROWS = 64  # to begin with
-_MOVED, _LATENCY_MOVED = 1.3, 3.0  # factors by which plans should change
+_ROWS = 64  # initial capacity
+_MOVED, _LATENCY_MOVED = 1.3, 3.0  # factors of change at which plans should change
 
 
 class Measured(NamedTuple):
@@ -73,7 +73,7 @@ class ProfileTable:
             self._values[row] = self._values[len(self._names)]
 
     def snapshot(self, without: AbstractSet[str]) -> Profiles:
-        """Profiles of all devices but some; of all, if no others are here."""
+        """Profiles of all devices except some; of all of them if that leaves none."""
         names, values = self._names, self._values[: len(self._names)].copy()
         self._shown = values
         left_out = [row for name in without if (row := self._rows.get(name)) is not None]
@@ -85,9 +85,9 @@ class ProfileTable:
         return Profiles.prechecked(tuple(names), np.ascontiguousarray(values.T))
 
     def has_moved(self, name: str) -> bool:
-        """Whether a device that the last snapshot showed differs from it by so much that plans should change.
+        """Whether a device has moved far enough from the last snapshot that plans should change.
 
-        Only while no device was added or removed since.
+        Valid only while no device has been added or removed since.
         """
         row = self._rows[name]
         rows: tuple[list[float], list[float]] = (self._values[row].tolist(), self._shown[row].tolist())

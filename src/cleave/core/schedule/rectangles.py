@@ -1,4 +1,4 @@
-"""Half-open rectangles of a block, and sets of disjoint ones: what is missing, what came, what is left."""
+"""Half-open rectangles of a block, and sets of disjoint ones: what is missing, what arrived, what is left."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Open regions: what is still missing of each, which tasks may bring it, and the group each belongs to.
+"""Open regions: what is still missing from each, which tasks may deliver it, and the group each belongs to.
 
-Every element of a region is missing until a task brings it or it is orphaned, and while it is missing some task
-covers it. Regions know tasks but no queues, memory or time; the ledger tells them what became of a task.
+Every element of a region is missing until a task delivers it or it is orphaned, and while it is missing some task
+covers it. Regions know tasks but no queues, memory or time; the ledger tells them what happened to a task.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class _Region:
     group: Hashable
     missing: list[Rectangle]
     tasks: dict[TaskId, Task]
-    """Tasks that may still bring something of it, queued or running."""
+    """Queued and running tasks that may still deliver parts of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Delivery:
     fresh: tuple[Rectangle, ...]
     """The parts that were missing until now, in the task's coordinates."""
     pointless: list[Task]
-    """Tasks of the region, perhaps the deliverer itself, that can bring nothing more."""
+    """Tasks of the region, perhaps the deliverer itself, that can deliver nothing more."""
     finished: bool
 
 
@@ -46,7 +46,7 @@ class Regions:
         return group in self._groups
 
     def add(self, task: Task) -> bool:
-        """Open a task's region, or add a hedge to one; False if nothing the hedge covers is missing any more."""
+        """Open a task's region, or add a hedge to one; False if nothing the hedge covers is missing anymore."""
         if task.region is None:
             self._regions[task.id] = _Region(task.group, [task.whole], {task.id: task})
             if task.group is not None:
@@ -59,7 +59,7 @@ class Regions:
         return True
 
     def deliver(self, task: Task, part: Rectangle) -> Delivery:
-        """Count a rectangle of a task's result as there."""
+        """Mark a rectangle of a task's result as delivered."""
         region = self._regions[task.region_id]
         fresh = within(region.missing, part.moved(task.top, task.left))
         for piece in fresh:
@@ -72,7 +72,7 @@ class Regions:
         return Delivery(_seen_from(task, fresh), pointless, not region.missing)
 
     def give_up(self, task: Task) -> Orphan | None:
-        """Take a task out that will not be done; what is missing of it and no other task covers is orphaned."""
+        """Remove a task that will not be done; orphan its missing parts that no other task covers."""
         region = self._regions[task.region_id]
         missing = self.uncovered(task)
         del region.tasks[task.id]
@@ -88,7 +88,7 @@ class Regions:
         return [task for id in ids for task in self._regions.pop(id).tasks.values()]
 
     def uncovered(self, task: Task, ignoring: Collection[DeviceId] = ()) -> tuple[Rectangle, ...]:
-        """Parts of a task that are missing and that no other task covers, not counting tasks of some devices."""
+        """Missing parts of a task that no other task covers, ignoring the tasks of some devices."""
         region = self._regions[task.region_id]
         missing = within(region.missing, task.area)
         for other in region.tasks.values():
@@ -97,14 +97,14 @@ class Regions:
         return _seen_from(task, missing)
 
     def check(self, live: dict[TaskId, Task]) -> None:
-        """Assert the invariants, given all tasks that are queued or running and not cancelled."""
+        """Assert the invariants, given all queued and running tasks that are not cancelled."""
         assert live == {task.id: task for region in self._regions.values() for task in region.tasks.values()}
         for id, region in self._regions.items():
             assert region.missing, "a region with nothing missing is finished"
             rest = region.missing
             for task in region.tasks.values():
                 assert task.region_id == id
-                assert within(region.missing, task.area), "a task that can bring nothing is cancelled"
+                assert within(region.missing, task.area), "a task that can deliver nothing is cancelled"
                 rest = without(rest, task.area)
             assert not rest, "some task covers everything that is missing"
         grouped: dict[Hashable, set[TaskId]] = {}

@@ -1,6 +1,6 @@
-"""Devices ordered by a moment each, soonest first: any change costs O(log devices), and nothing visits all of them.
+"""Devices ordered by time, soonest first: any change costs O(log devices), and nothing visits all of them.
 
-A binary heap that knows the place of each device, so that moments can change and devices can leave at any time.
+A binary heap that knows the position of each device, so that times can change and devices can leave at any point.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from cleave.core.schedule.tasks import DeviceId
 
 _Entry = tuple[float, int, DeviceId]
-"""Moment, number of the change that set it, device: no two entries are equal."""
+"""Time, number of the change that set it, device: no two entries are equal."""
 
 
 class Soonest:
@@ -26,23 +26,23 @@ class Soonest:
         return len(self._heap)
 
     def moment(self, device: DeviceId) -> float:
-        """The device's moment; infinity if none is set."""
+        """The device's time; infinity if none is set."""
         place = self._places.get(device)
         return math.inf if place is None else self._heap[place][0]
 
     def put(self, device: DeviceId, moment: float) -> None:
-        """Set a device's moment; of equal moments, the one set first comes first."""
+        """Set a device's time; of equal times, the one set first comes first."""
         place = self._places.get(device)
         if place is None:
             place = len(self._heap)
-            self._heap.append((math.inf, 0, device))  # keeps the place
+            self._heap.append((math.inf, 0, device))  # placeholder
         elif self._heap[place][0] == moment:
             return
         self._changes += 1
         self._settle(place, (moment, self._changes, device))
 
     def put_earlier(self, device: DeviceId, moment: float) -> None:
-        """Set a device's moment unless it has an earlier one."""
+        """Set a device's time unless it has an earlier one."""
         if moment < self.moment(device):
             self.put(device, moment)
 
@@ -54,7 +54,7 @@ class Soonest:
                 self._settle(place, last)
 
     def pop_before(self, moment: float) -> list[DeviceId]:
-        """Remove and return the devices whose moments lie before the given one, soonest first."""
+        """Remove and return the devices whose times are before the given one, soonest first."""
         due: list[DeviceId] = []
         while self._heap and self._heap[0][0] < moment:
             device = self._heap[0][2]
@@ -63,7 +63,7 @@ class Soonest:
         return due
 
     def in_order(self) -> Iterator[DeviceId]:
-        """Devices, soonest first; the first n cost O(n log n). Change nothing meanwhile."""
+        """Devices, soonest first; the first n cost O(n log n). Do not change anything while iterating."""
         frontier = [(self._heap[0], 0)] if self._heap else []
         while frontier:
             (_, _, device), place = heapq.heappop(frontier)
@@ -72,7 +72,7 @@ class Soonest:
                 heapq.heappush(frontier, (self._heap[child], child))
 
     def _settle(self, place: int, entry: _Entry) -> None:
-        """Put an entry into a free place, or as far above or below it as the order demands."""
+        """Put an entry into a free slot and sift it up or down."""
         heap, places = self._heap, self._places
         while place > 0 and entry < heap[above := (place - 1) // 2]:
             heap[place] = heap[above]

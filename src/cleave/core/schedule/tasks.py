@@ -43,7 +43,7 @@ class Task:
     """Memory its result takes on the device until it is sent."""
     flops: float = 0.0
     effort: float = 1.0
-    """Factor by which its operations take longer than those of a large product."""
+    """How much longer its operations take than those of a large product, as a factor."""
     up_bytes: int = 0
     region: TaskId | None = None
     """The region it hedges; None: it opens a region of its own."""
@@ -135,7 +135,7 @@ class CancelSent:
     device: DeviceId
     task: TaskId
     unsent: tuple[OperandId, ...] = ()
-    """Operands of the task that were not sent completely."""
+    """Operands of the task not sent completely."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,12 +227,12 @@ class Refuse:
     device: DeviceId
     reason: str
     is_fault: bool
-    """The device broke the protocol, rather than being too late."""
+    """The device broke the protocol; otherwise it was just too late."""
 
 
 @dataclass(frozen=True, slots=True)
 class Orphan:
-    """Plan parts of a region again, as new regions: no device has them any more."""
+    """Plan parts of a region again, as new regions: no device has them anymore."""
 
     task: Task
     """A task that covered all of them."""
@@ -258,7 +258,7 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """The device is late no longer."""
+    """The device is no longer late."""
 
     device: DeviceId
 

@@ -1,4 +1,4 @@
-"""Verify rectangles of a product returned by untrusted devices, for a few per cent of the cost of computing them.
+"""Verify rectangles of a product returned by untrusted devices, for a few percent of the cost of computing them.
 
 Freivalds' test: for a random vector r, checking C r = A (B r) takes three matrix-vector products. Columns are projected
 in groups of `GROUP`; each row of each group is a separate test, whose tolerance comes from rounding alone. `recheck`
@@ -76,7 +76,7 @@ class Rows:
 
 
 class Projection:
-    """op(B) projected onto r: all that a check needs to know of B."""
+    """op(B) projected onto r: everything a check needs to know about B."""
 
     def __init__(self, b: Matrix, r: Matrix, group: int) -> None:
         self._b, self.r, self.group = b, r, group
@@ -122,14 +122,14 @@ class Verdict:
     """Outcome of a check, in rows and groups of the rectangle."""
 
     rows: Ints
-    """Rows out of tolerance or not finite."""
+    """Rows out of tolerance or nonfinite."""
     row: int
     group: int
     """Row and group with the largest error relative to tolerance."""
     error: float
     tolerance: float
     unchecked: int
-    """Tests, out of rows x groups, made impossible by operands that are not finite; they count as passed."""
+    """Tests, out of rows x groups, made impossible by nonfinite operands; they count as passed."""
 
     @property
     def ok(self) -> bool:
@@ -137,7 +137,7 @@ class Verdict:
 
     @property
     def worst(self) -> float:
-        """Largest error relative to tolerance; not finite if the result is not."""
+        """Largest error relative to tolerance; nonfinite if the result is."""
         return self.error / self.tolerance
 
 
@@ -303,7 +303,7 @@ def _tolerance(
     if format == "int8":
         step = np.minimum(_row_maxima(c), bound.max(axis=0)) / 127
         tolerance += np.minimum(_SIGMAS / sqrt(12) * shared.lengths[groups, None], 0.51 * spreads) * step
-    elif format != "fp32":  # in fp32 R is negligible beside the first term
+    elif format != "fp32":  # in fp32 R is negligible compared to the first term
         tolerance += 4 * _ROUNDING[format] * np.fmin(sizes, bound)
     return tolerance
 
@@ -349,7 +349,7 @@ def recheck(c: Matrix, terms: Sequence[tuple[Matrix, Matrix]], rows: Ints, forma
 
 
 def _fold(matrix: Matrix, r: Matrix, group: int, *, norms: bool = True) -> tuple[Matrix, Floats]:
-    """Multiply groups of each row with those of r; also return the groups' norms if wanted; both [G, rows]."""
+    """Multiply groups of each row by those of r; with `norms`, also return the groups' norms; both [G, rows]."""
     rows, cols = matrix.shape
     groups, whole = -(-cols // group), cols - cols % group
     dots = np.empty((groups, rows), dtype=np.float32)

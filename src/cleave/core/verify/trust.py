@@ -1,9 +1,9 @@
 """Trust in a device, from the verdicts on its results.
 
-Trust does not decide what is accepted but whom to keep: a wrong block costs its computation a second time. One wrong
-block makes a suspect, which is checked harder; right ones slowly clear it, since memory errs too. A device that is
-wrong more often than once in RIGHTS_PER_WRONG blocks ends in quarantine however long it takes. Results that nobody
-checked clear nobody, so audits keep a suspicion of their own.
+Trust does not decide which results are accepted but which devices are kept: a wrong block must be computed a second
+time. One wrong block makes a device a suspect, which is checked harder; correct ones slowly clear it, since memory
+errors happen too. A device that is wrong more than once in RIGHTS_PER_WRONG blocks is eventually quarantined. Unchecked
+results clear nobody, so audits keep a suspicion of their own.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Trust:
     suspicion: float = 0.0
     audit_suspicion: float = 0.0
     proven: set[str] = field(default_factory=lambda: set[str]())
-    """Directions of a pass in which the latest audits found the device right."""
+    """Directions of a pass in which the device's latest audit passed."""
 
     def right(self, share: float = 1.0) -> None:
-        """Count a share of a block: however finely it is returned, it clears no more than the block."""
+        """Count a correct share of a block: however finely it is returned, it clears no more than the block."""
         self.suspicion = max(0.0, self.suspicion - share / RIGHTS_PER_WRONG)
 
     def wrong(self) -> None:
@@ -40,7 +40,7 @@ class Trust:
         self.proven.update(directions)
 
     def audited_wrong(self) -> None:
-        """Count what an audit found; the caller counts the wrong result itself."""
+        """Count a failed audit; the caller counts the wrong result itself."""
         self.audit_suspicion += 1
         self.proven.clear()
 

@@ -79,7 +79,7 @@ def check_program(program: Forward | Backward) -> None:
 def bind(program: Forward | Backward, store: OperandStore, kernel: Kernel) -> Bound | None:
     """Bind the program once every operand is complete, None before; creates missing accumulators."""
     held: dict[int, HeldOperand] = {}
-    for number in operands(program):  # the search ends at the first missing one; weights, which rarely are, come last
+    for number in operands(program):  # stops at the first missing one; weights, rarely missing, come last
         operand = store.get(number)
         if operand is None or not operand.is_whole:
             return None

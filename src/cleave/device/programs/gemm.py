@@ -20,7 +20,7 @@ from cleave.protocol.programs import GemmProgram
 
 _RESULT_ELEMENTS = 1 << 20  # about 4 MB: one part of a payload
 _MIN_SIDE = 512
-"""Fewest rows, columns or inner rows per product: BLAS repacks the other operand for each; 128 was 50 % slower."""
+"""Fewest rows, columns or inner rows per product: BLAS repacks the other operand for each; 128 was 50% slower."""
 _MAX_WIDTH = 8 * _MIN_SIDE
 """Most columns of a rectangle: 512 rows of a whole vocabulary would exceed a message, and many a device's memory."""
 

@@ -133,7 +133,7 @@ class ShardTask:
         first = self._pending.pop(0)
 
         def run() -> Array:
-            with np.errstate(all="ignore"):  # the server rejects results that are not finite
+            with np.errstate(all="ignore"):  # the server rejects nonfinite results
                 result = self._backward(bound, state) if isinstance(program, Backward) else self._forward(bound, state)
             self._result = self._kernel.zeros(*_EMPTY_RESULT_SHAPE) if result is None else result
             return self._result[first.top : first.bottom]

@@ -1,1 +1,1 @@
-"""Decide who may connect and join: gate, tokens, certificate, handshake."""
+"""Admission: which connections are accepted and which devices may join."""

@@ -1,9 +1,8 @@
-"""The door: which connections are taken at all, before anyone has said who they are.
+"""The gate: which connections are accepted, before peers identify themselves.
 
-Connections are accepted here, counted by where they come from, and looked at by their first byte: where TLS is
-demanded, a plain request is told so and goes no further. What passes is handed to uvicorn's HTTP parser, which has to
-see a whole request in time; `transport/websocket.py` takes over those that become WebSockets. Knows no tokens and no
-devices.
+Accepts connections, limits them per address and inspects their first byte: where TLS is required, a plain request is
+answered with an error and closed. The rest goes to uvicorn's HTTP parser, which must receive a whole request within a
+deadline; `transport/websocket.py` takes over those that become WebSockets. Knows neither tokens nor devices.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 _TLS_RECORD = b"\x16"  # the first byte of a TLS handshake, and of no HTTP request
-_AT_ONCE = 64  # connections accepted before the event loop may do something else
-_PAUSE_S = 0.2  # when the process has no file descriptors left
+_AT_ONCE = 64  # connections accepted before the event loop gets its turn
+_PAUSE_S = 0.2  # before accepting again when file descriptors have run out
 _LINGER_S = 1.0
 _SAY_S = 60.0
 _MOST_ADDRESSES = 65_536
@@ -42,32 +41,32 @@ Say = Callable[[str], None]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     connections: int = 16_384
-    """In all, at once."""
+    """Open at once, in total."""
     per_address: int = 64
-    """From one address at once; many devices may sit behind one."""
+    """Open at once from one address; many devices may share one."""
     per_loopback: int = 4096
     burst: int = 50
-    """New ones from one address that may come together ..."""
+    """New connections from one address in a burst ..."""
     per_s: float = 20.0
-    """... and as many a second go on coming; ten times either from this machine itself."""
+    """... and sustained; this machine itself gets ten times both."""
     first_byte_s: float = 10.0
-    """Until a connection says its first byte."""
+    """Deadline for the first byte of a connection."""
     request_s: float = 10.0
-    """Until TLS is agreed upon, and then again until the whole of a request is there."""
+    """Deadline for the TLS handshake, and then again for a complete request."""
 
 
 class Census:
-    """Who is in, by address, and how fast they came. Pure: time is told."""
+    """Open connections and recent arrivals per address. Pure: the caller supplies the time."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._inside: dict[str, int] = {}
         self._spent: dict[str, tuple[float, float]] = {}
-        """Of each address: how many it has come lately, of which `per_s` a second are forgotten, and since when."""
+        """Recent arrivals per group, which decay by `per_s` a second, and when they were last updated."""
         self.total = 0
 
     def enter(self, address: str, now_s: float) -> str:
-        """Count one in; or say why not."""
+        """Count a connection; if it exceeds a limit, return the reason instead."""
         group, limits = group_of(address), self._limits
         scale = 10 if group == "loopback" else 1
         most = limits.per_loopback if group == "loopback" else limits.per_address
@@ -78,8 +77,8 @@ class Census:
         if self._inside.get(group, 0) >= most:
             return f"{most} connections from {address} are open"
         if spent + 1 > limits.burst * scale:
-            return f"connections from {address} come faster than {limits.per_s * scale:.0f} a second"
-        self._spent.pop(group, None)  # so that those who came last are last in the dict
+            return f"connections from {address} arrive faster than {limits.per_s * scale:.0f} a second"
+        self._spent.pop(group, None)  # keeps the dict ordered by last arrival
         self._spent[group] = spent + 1, now_s
         if len(self._spent) > _MOST_ADDRESSES:
             del self._spent[next(iter(self._spent))]
@@ -96,7 +95,7 @@ class Census:
 
 
 def group_of(address: str) -> str:
-    """Whom an address counts as: a subscriber of IPv6 has a whole network of 2^64, and this machine is one."""
+    """Group an address is counted in: an IPv6 subscriber owns a whole /64, and all loopback addresses are one."""
     try:
         parsed = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -113,10 +112,10 @@ def is_loopback(host: str) -> bool:
 
 
 def objection_to(origins: list[str], hosts: list[str], *, open_here: bool) -> str:
-    """Why a request is refused for where it comes from; empty if it is not.
+    """Return why a request is refused for its origin; empty if it is allowed.
 
-    Devices send no Origin, browsers always do: a page of another site must not join in its visitor's name. And where
-    no token is asked for because only this machine gets here (`open_here`), any other name was made to lead here.
+    Devices send no Origin, browsers always do: a page of another site must not join in its visitor's name. Where only
+    this machine can connect and no token is required (`open_here`), any other host name means DNS rebinding.
     """
     host = hosts[0].lower() if len(hosts) == 1 else ""
     if any(not _is_same_site(origin.lower(), host) for origin in origins):
@@ -127,7 +126,7 @@ def objection_to(origins: list[str], hosts: list[str], *, open_here: bool) -> st
 
 
 def _is_same_site(origin: str, host: str) -> bool:
-    """Whether a page is this server's own; the port that a scheme implies may be left out."""
+    """Whether a page is this server's own; the scheme's default port may be omitted."""
     scheme, _, page = origin.partition("://")
     implied = {"http": ":80", "https": ":443"}.get(scheme, "")
     return bool(page) and page.removesuffix(implied) == host.removesuffix(implied)
@@ -141,7 +140,7 @@ def _hostname(host: str) -> str:
 
 
 class Entrance:
-    """Accepts on a listening socket until `stop`; all of it in the running event loop."""
+    """Accept on a listening socket until `stop`, entirely in the running event loop."""
 
     def __init__(
         self,
@@ -159,7 +158,7 @@ class Entrance:
         self._census = Census(self._limits)
         self._loop = asyncio.get_running_loop()
         self._state = ServerState()
-        self._state.default_headers = [(b"connection", b"close")]  # a request each: no second one to be slow with
+        self._state.default_headers = [(b"connection", b"close")]  # one request each: no second one can stall
         self._arriving: set[asyncio.Task[None]] = set()
         self._said_s = -math.inf
         self._loop.add_reader(listening, self._accept)
@@ -169,14 +168,14 @@ class Entrance:
         return self._census.total
 
     async def stop(self, patience_s: float) -> None:
-        """Let nobody in any more; answers on their way still go out, if they are taken in time."""
+        """Stop accepting; responses in flight still go out if peers take them in time."""
         self._loop.remove_reader(self._listening)
         self._listening.close()
-        await asyncio.sleep(0)  # a task that never began would never close its socket
+        await asyncio.sleep(0)  # a task that never started would never close its socket
         for task in self._arriving:
             task.cancel()
         for connection in list(self._state.connections):
-            with contextlib.suppress(h11.ProtocolError):  # one that is closing for a fault already
+            with contextlib.suppress(h11.ProtocolError):  # already closing after a protocol error
                 connection.shutdown()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(patience_s):
@@ -199,7 +198,7 @@ class Entrance:
                 self._say_once(f"a connection from {address} was refused: {why}")
                 sock.close()
                 continue
-            place = ExitStack()  # closing it again does nothing
+            place = ExitStack()  # safe to close twice
             place.callback(self._census.leave, address)
             task = self._loop.create_task(self._admit(sock, place))
             self._arriving.add(task)
@@ -210,31 +209,31 @@ class Entrance:
             self._loop.add_reader(self._listening, self._accept)
 
     def _say_once(self, text: str) -> None:
-        """Not oftener than once a minute: a flood of connections is no flood of notes."""
+        """Log every refusal but announce at most one a minute, so that a flood of connections floods no one."""
         log.info(text)
         if self._loop.time() - self._said_s >= _SAY_S:
             self._said_s = self._loop.time()
             self._say(text)
 
     async def _admit(self, sock: socket.socket, place: ExitStack) -> None:
-        """From accepted to handed over. Whatever goes wrong is the stranger's own affair."""
+        """Hand an accepted connection to uvicorn. Failures end this connection and nothing else."""
         try:
             sock.setblocking(False)
             async with asyncio.timeout(self._limits.first_byte_s):
                 first = await self._first_byte(sock)
             if not first:
-                raise ConnectionError("it left without a word")
+                raise ConnectionError("closed before its first byte")
             if (first == _TLS_RECORD) != (self._tls is not None):
                 await _answer(sock, _PLAIN_HERE if self._tls is None else _TLS_HERE)
-                raise ConnectionError("it speaks plainly where TLS is demanded, or the other way round")
+                raise ConnectionError("plain where TLS is required, or the reverse")
         except BaseException as fault:
             sock.close()
             place.close()
             if not isinstance(fault, OSError | TimeoutError):
                 raise
-            log.debug("a connection was not let in: %s", fault)
+            log.debug("connection not admitted: %s", fault)
             return
-        try:  # from here on the socket is the transport's to close
+        try:  # from here on the transport closes the socket
             await self._loop.connect_accepted_socket(
                 lambda: _Guest(self._config, self._state, place, self._limits.request_s),
                 sock,
@@ -245,10 +244,10 @@ class Entrance:
             place.close()
             if not isinstance(fault, OSError | TimeoutError):  # ssl.SSLError is an OSError
                 raise
-            log.debug("no TLS with a connection: %s", fault)
+            log.debug("TLS handshake failed: %s", fault)
 
     async def _first_byte(self, sock: socket.socket) -> bytes:
-        """The first byte, left where it is for who reads next; nothing if the other side is gone."""
+        """Peek at the first byte, leaving it for the next reader; empty if the peer is gone."""
         readable = self._loop.create_future()
         self._loop.add_reader(sock, lambda: readable.done() or readable.set_result(None))
         try:
@@ -259,12 +258,12 @@ class Entrance:
 
 
 def ended(app_state: object) -> Callable[[], None]:
-    """What to call when a connection that became a WebSocket is gone: its place is free again."""
+    """Return the callback that frees a connection's place once its WebSocket is closed."""
     return cast("dict[str, ExitStack]", app_state)[_PLACE].close
 
 
 class _Guest(H11Protocol):
-    """uvicorn's HTTP, with a limit on how long a request may take to arrive."""
+    """uvicorn's HTTP protocol, with a deadline for the request to arrive."""
 
     def __init__(self, config: uvicorn.Config, state: ServerState, place: ExitStack, request_s: float) -> None:
         super().__init__(config, state, {_PLACE: place})
@@ -294,7 +293,7 @@ class _Guest(H11Protocol):
 
 
 async def _answer(sock: socket.socket, answer: bytes) -> None:
-    """Say it, and wait a moment until it was read: closing at once, with words of theirs unread, would take it back."""
+    """Send an answer and wait until it was read: closing with input unread would reset the connection and lose it."""
     loop = asyncio.get_running_loop()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_LINGER_S):

@@ -1,4 +1,7 @@
-"""How a device becomes a member: its hello, what speaks against it, and what its link can do."""
+"""Admit a device: validate its hello, refuse it with a reason or measure its link, and add it to the roster.
+
+Called by `driver.py` with a guarded channel. Knows no tasks: `connection.py` serves the device from then on.
+"""
 
 from __future__ import annotations
 
@@ -18,32 +21,32 @@ _PROBES = 3
 _PROBE_BYTES = 1 << 20
 _LEAST_FLOPS_PER_S = 1e3
 _PAYLOAD_BYTES = 16 << 20
-"""What a device may announce at once: the memory that a connection can take."""
+"""Largest payload a device may announce, which bounds the memory of its connection."""
 
 log = logging.getLogger(__name__)
 
 
 async def welcome(channel: Channel, roster: Roster, keys: Keys, own: str = "") -> Member | None:
-    """Add a device to the roster; None if it was told why not. `own` names one that this server itself is.
+    """Add a device to the roster; return None if it was refused. `own` names the server's own device.
 
-    Whoever is refused learns what is wrong with its own words, and nothing about the run.
+    A refusal says what is wrong with the hello and nothing about the run.
     """
     async with asyncio.timeout(_WITHIN_S):
         hello = (await channel.receive()).message
         if not isinstance(hello, messages.Hello):
-            raise ProtocolError(f"expected hello, got {type(hello).__name__.lower()}")
+            raise ProtocolError(f"expected hello, got {hello.type_name()}")
         key = None if own else await asyncio.to_thread(keys.identify, hello.token)  # hashing is slow on purpose
         with roster.reserved(own or hello.name, own=bool(own)) as name:
             reason = _objection(hello, is_known=own != "" or key is not None)
             if not reason and roster.is_quarantined(name, channel.address):
-                reason = "this device is in quarantine, as results of it were wrong; check its memory and processor"
+                reason = "this device is in quarantine because its results were wrong; check its memory and processor"
             if reason:
                 await channel.send(messages.Refused(reason=reason))
                 log.info("refused a device: %s", reason)
                 return None
             pause_s = roster.pause_s(name, channel.address, asyncio.get_running_loop().time())
             if pause_s:
-                again = f"sent away before it had done anything; welcome again in {pause_s:.0f} s"
+                again = f"disconnected before it finished any work; welcome again in {pause_s:.0f} s"
                 await channel.send(messages.Bye(reason=again, rejoin=True))
                 return None
             channel.allow(_PAYLOAD_BYTES)
@@ -80,12 +83,12 @@ def _objection(hello: messages.Hello, *, is_known: bool) -> str:
     if not is_known:
         return "wrong or missing token; ask the owner of the run for it and set --token or CLEAVE_TOKEN"
     if not (_LEAST_FLOPS_PER_S <= hello.flops_per_s < 1e18 and 0 < hello.memory_bytes < 1 << 50):
-        return "expected positive flops_per_s and memory_bytes that a device can have; measure again"
+        return "expected positive and plausible flops_per_s and memory_bytes; measure again"
     return ""
 
 
 async def _probe(channel: Channel) -> tuple[float, float, float]:
-    """Latency, and bytes per second down and up, from a few small exchanges."""
+    """Measure latency in seconds, and bytes per second down and up, with a few small exchanges."""
     latency_s, down, up = float("inf"), 0.0, 0.0
     for _ in range(_PROBES):
         started = time.perf_counter()
@@ -93,7 +96,7 @@ async def _probe(channel: Channel) -> tuple[float, float, float]:
         await _probed(channel)
         latency_s = min(latency_s, time.perf_counter() - started)
     size = 64 << 10
-    while True:  # larger until it takes long enough to tell
+    while True:  # grow until an exchange takes long enough to measure
         started = time.perf_counter()
         await channel.send(messages.Probe(answer=size // 4, payload=size), bytes(size))
         answer = await _probed(channel)
@@ -110,5 +113,5 @@ async def _probe(channel: Channel) -> tuple[float, float, float]:
 async def _probed(channel: Channel) -> Received:
     received = await channel.receive()
     if not isinstance(received.message, messages.Probed):
-        raise ProtocolError(f"expected probed, got {type(received.message).__name__.lower()}")
+        raise ProtocolError(f"expected probed, got {received.message.type_name()}")
     return received

@@ -1,9 +1,9 @@
-"""Who may enter: the tokens of a run, known by their hashes alone.
+"""Tokens of a run, known by their hashes alone.
 
-A key lets devices join, or lets a person administer, never both. Keys live in a file of the run directory, so that a
-device which waited while the server restarted still knows the right token, and so that `cleave token revoke` in another
-process reaches a server that runs: the file is read again whenever it changed. Plain tokens are on no disk. Knows
-nothing of connections; `dispatcher` and `http` ask.
+A key lets devices join or a person administer, never both. Keys live in a file in the run directory, so that tokens
+survive a server restart, and so that `cleave token revoke` in another process reaches a running server: the file is
+reread whenever it changes. Plain tokens are never written to disk. Knows nothing of connections; `handshake.py`,
+`connection.py` and `service.py` ask.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True):
-    """One token as the file knows it."""
+    """One token as stored in the file."""
 
     id: str
     role: Role
     salt: str
-    """Hexadecimal, the same in all keys of a file: one hash of a guess is compared with each of them."""
+    """Hexadecimal, the same for all keys of a file, so that a guess is hashed once and compared with each."""
     hash: str
     created_s: float
     revoked_s: float | None = None
@@ -48,7 +48,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Keys:
-    """Without any key, everyone may join; a key that was revoked is still one."""
+    """The keys of a run. Without any device key everyone may join; a revoked key still counts."""
 
     def __init__(self, *tokens: str, path: Path | None = None) -> None:
         self._path = path
@@ -56,14 +56,14 @@ class Keys:
         self._given = {_digest(token): secrets.token_hex(4) for token in tokens if token}
         self._lent: dict[bytes, str] = {}
         self._remembered: dict[bytes, str] = {}
-        """Tokens seen to be right, by a fast hash that never leaves this process."""
+        """Tokens verified before, by a fast hash that never leaves this process."""
         self._seen: tuple[int, ...] | None = None
         self._read()
 
     # -------------------------------------------------------------------------------------------- asked by the server
 
     def identify(self, token: str) -> str | None:
-        """The id of the key this token is; None if it is none that may join."""
+        """Return the id of the token's key, empty if the run is open, None if the token may not join."""
         self._refresh()
         key = self._memory.get(_digest(token))
         if key is not None:
@@ -73,7 +73,7 @@ class Keys:
         return self._match(token, "device")
 
     def is_valid(self, key: str) -> bool:
-        """Whether a key by which a device joined still holds."""
+        """Whether the key a device joined with is still valid."""
         self._refresh()
         if key == "":
             return self.is_open
@@ -81,7 +81,7 @@ class Keys:
         return kept.is_valid if kept is not None else key in self._memory.values()
 
     def administers(self, token: str) -> bool:
-        """Whether this token lets a person see and steer the run."""
+        """Whether this token lets a person view and control the run."""
         self._refresh()
         return bool(token) and self._match(token, "admin") is not None
 
@@ -96,7 +96,7 @@ class Keys:
         return not self._kept and not self._given
 
     def lend(self) -> str:
-        """A token for devices that this very process starts: it ends with it, and closes the door to nobody."""
+        """Return a token for devices this process starts: it expires with the process and leaves an open run open."""
         token = _new_token()
         self._lent[_digest(token)] = secrets.token_hex(4)
         return token
@@ -104,23 +104,23 @@ class Keys:
     # -------------------------------------------------------------------------------------------- asked by people
 
     def list(self) -> tuple[Key, ...]:
-        """The keys of the file, in the order they were made."""
+        """Return the keys in the file, oldest first."""
         self._refresh()
         return tuple(self._kept.values())
 
     def add(self, role: Role = "device", token: str | None = None) -> tuple[Key, str]:
-        """Keep a new key; the token, which is known only now, comes with it."""
+        """Store a new key; return it with its token, which cannot be recovered later."""
         self._refresh()
         token = token or _new_token()
         salt = next((key.salt for key in self._kept.values()), secrets.token_hex(16))
         key = Key(id=self._new_id(), role=role, salt=salt, hash=_hash(token, salt), created_s=time.time())
         if any(other.hash == key.hash for other in self._kept.values()):
-            raise InputError("expected a token that no key of this run has or had, got one of those; choose another")
+            raise InputError("expected a token not used in this run before, got one of an existing key; choose another")
         self._write({**self._kept, key.id: key})
         return key, token
 
     def revoke(self, id: str) -> Key:
-        """End a key: devices that joined by it are let go within seconds, and it never joins again."""
+        """Revoke a key for good: devices that joined with it are disconnected within seconds."""
         self._refresh()
         key = self._kept.get(id)
         if key is None:
@@ -138,7 +138,7 @@ class Keys:
         return {**self._given, **self._lent}
 
     def _match(self, token: str, role: Role) -> str | None:
-        """The valid key of that role with this token: one slow hash, and none for a token that was right before."""
+        """Return the valid key of that role with this token: one slow hash, or none for a token verified before."""
         digest = _digest(token)
         found = self._remembered.get(digest)
         if found is None:
@@ -158,14 +158,14 @@ class Keys:
     # -------------------------------------------------------------------------------------------- the file
 
     def _refresh(self) -> None:
-        """Read the file again if it changed. A server that runs goes on with what it knew if it cannot."""
+        """Reread the file if it changed; if that fails, a running server keeps the keys it knows."""
         if self._path is None or _signs(self._path) == self._seen:
             return
         try:
             self._read()
         except InputError as fault:
             self._seen = _signs(self._path)
-            log.error("%s; the keys known so far still hold", fault)
+            log.error("%s; the keys read before stay valid", fault)
 
     def _read(self) -> None:
         if self._path is None:
@@ -181,13 +181,13 @@ class Keys:
             raise InputError(f"cannot read {self._path}: {fault.strerror}; make it readable") from None
         except msgspec.DecodeError as fault:
             raise InputError(
-                f"expected the keys of a run in {self._path}, but {fault}; restore the file, or delete it to begin "
-                "anew with cleave token add"
+                f"expected the keys of a run in {self._path}, but {fault}; restore the file, or delete it to start "
+                "over with cleave token add"
             ) from None
         self._kept, self._seen = {key.id: key for key in keys}, seen
 
     def _write(self, keys: dict[str, Key]) -> None:
-        """Whole or not at all, and readable by its owner alone from its first byte."""
+        """Write the file atomically, readable by its owner alone from the first byte."""
         assert self._path is not None, "keys without a file are only given or lent"
         part = self._path.with_name(f".{self._path.name}.{secrets.token_hex(4)}")
         data = msgspec.json.format(msgspec.json.encode(list(keys.values())), indent=1) + b"\n"
@@ -207,7 +207,7 @@ class Keys:
 
 
 def _signs(path: Path) -> tuple[int, ...] | None:
-    """By which a file that was replaced is told from what it was; None if there is none."""
+    """Metadata that changes when the file is replaced; None if there is no file."""
     try:
         found = path.stat()
     except OSError:
@@ -224,5 +224,5 @@ def _digest(token: str) -> bytes:
 
 
 def _hash(token: str, salt: str) -> str:
-    """Slow on purpose, some 10 ms and 4 MB, since people choose tokens that can be guessed."""
+    """Hash slowly on purpose (about 10 ms and 4 MB), since people choose guessable tokens."""
     return hashlib.scrypt(token.encode(errors="replace"), salt=salt.encode(), n=2**12, r=8, p=1).hex()

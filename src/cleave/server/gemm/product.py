@@ -1,11 +1,11 @@
 """Products of tensors, cut into pieces: which part of which output, from which slices of which tensors.
 
-Layers that read the same X are one product: their weights stand side by side without being copied together. Along that
-axis a plan's ranges are ranges of the members, one after another:
+Layers that read the same X are one product: their weights are concatenated without being copied. Along that axis a
+plan's ranges run through the members, one after another:
 
     forward      Y_i = X W_i^T           members side by side in the output's columns
     grad_input   dX  = sum_i dY_i W_i    members end to end in the inner dimension
-    grad_weight  dW_i = dY_i^T X         members below each other in the output's rows
+    grad_weight  dW_i = dY_i^T X         members stacked in the output's rows
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Piece:
     inner: Range
     terms: tuple[tuple[Cut, Cut], ...]
     is_partial: bool
-    """It covers only some of the inner dimension and is added to the others."""
+    """Covers only part of the inner dimension, so its result is added to those of other pieces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Product:
 
     @property
     def outputs(self) -> list[tuple[int, int]]:
-        """Shapes of what it gives."""
+        """Shapes of the outputs."""
         match self.role:
             case "forward":
                 return [(self.a[0].rows, w.rows) for w in self.b]
@@ -83,7 +83,7 @@ class Product:
                     yield Piece(member, part, cols, inner, ((Cut(self.a[member], inner, part), x),), partial)
 
     def extent(self, piece: Piece, rows: Range, cols: Range) -> Extent:
-        """A part of a piece (in its own coordinates) as an extent of the whole product."""
+        """Map a part of a piece, in the piece's coordinates, to an extent of the whole product."""
         top, left = piece.rows[0], piece.cols[0]
         if self.role == "forward":
             left += sum(w.rows for w in self.b[: piece.output])
@@ -93,7 +93,7 @@ class Product:
 
 
 def _members(widths: Sequence[int], whole: Range) -> Iterator[tuple[int, Range]]:
-    """The members a range of all of them touches, each with its own part of it."""
+    """Yield the members that a range over all of them touches, each with its own part of the range."""
     for member, (end, width) in enumerate(zip(accumulate(widths), widths, strict=True)):
         start = end - width
         first, last = max(whole[0], start), min(whole[1], end)

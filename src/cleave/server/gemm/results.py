@@ -1,8 +1,8 @@
 """The numbers of one product: results are decoded, checked by projection and written or added into its outputs.
 
-Called off the loop, from several threads. What a check needs of the operands is kept while the product is under way:
+Called off the loop, from several threads. What checks need of the operands is kept while the product is in progress:
 one random vector per range of output columns, never sent to anyone; the projection of each slice of b, shared by all
-devices that multiply with it; the rows of each slice of a. Operands count as rounded for the wire, as devices see them.
+devices that multiply with it; the rows of each slice of a. Operands are rounded for the wire, as devices see them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _Found = TypeVar("_Found")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fresh:
-    """Checked numbers of a piece, of which some were accepted."""
+    """Checked numbers of a piece, and the parts of them that were accepted."""
 
     piece: Piece
     part: Rectangle
@@ -43,7 +43,7 @@ class Fresh:
 
 
 class Checker:
-    """What the checks of all products share: the codec, random vectors, and the time they take."""
+    """State shared by the checks of all products: the codec, random numbers, and the time spent."""
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
@@ -61,7 +61,7 @@ class Checker:
             self._busy_s += seconds
 
     def generator(self) -> np.random.Generator:
-        """A generator for one product; generators are not shared between threads."""
+        """Return a generator for one product; generators are not shared between threads."""
         with self._lock:
             return self._rng.spawn(1)[0]
 
@@ -86,7 +86,7 @@ class GemmResults:
             inside = accepted.moved(-fresh.part.top, -fresh.part.left)
             source = fresh.values[inside.top : inside.bottom, inside.left : inside.right]
             if piece.is_partial:
-                with self._adding:  # others add to the same elements
+                with self._adding:  # other pieces add to the same elements
                     np.add(target, source, out=target)
             else:
                 np.copyto(target, source)
@@ -95,16 +95,16 @@ class GemmResults:
         raise AssertionError("products are checked, not audited")
 
     def check(self, task: Task, part: Rectangle, payload: object, *, is_strict: bool) -> Matrix:
-        """The numbers of a rectangle of a piece; WrongResult where its operands do not give them."""
+        """Decode a rectangle of a piece; raise WrongResult if its operands do not give these numbers."""
         piece = cast("_HasPiece", task.work).piece
         started = time.thread_time()
         try:
             width = piece.cols[1] - piece.cols[0]
             if part.left % CHECKED_COLUMNS or (part.right % CHECKED_COLUMNS and part.right != width):
                 raise ProtocolError(
-                    f"expected columns from and to multiples of {CHECKED_COLUMNS}, got {part.left}-{part.right}"
+                    f"expected columns between multiples of {CHECKED_COLUMNS}, got {part.left}-{part.right}"
                 )
-            values = self._decoded(cast("Buffer", payload), part)
+            values = self.decoded(payload, part)
             rows = slice(part.top, part.bottom)
             terms = [(self._rows(a).take(rows), self._seen(piece, b)) for a, b in piece.terms]
 
@@ -122,7 +122,9 @@ class GemmResults:
         finally:
             self._checker.spend(time.thread_time() - started)
 
-    def _decoded(self, payload: Buffer, part: Rectangle) -> Matrix:
+    def decoded(self, payload: object, part: Rectangle) -> Matrix:
+        """Decode a rectangle without checking it."""
+        payload = cast("Buffer", payload)
         if self._format == "fp32":
             return np.frombuffer(payload, dtype="<f4").reshape(part.rows, part.cols)
         values = np.empty((part.rows, part.cols), dtype=np.float32)
@@ -136,7 +138,7 @@ class GemmResults:
             return int(self._rng.integers(1 << 63))
 
     def _once(self, key: Hashable, make: Callable[[], _Found]) -> _Found:
-        """What several checks need is made by the first of them, while others of its kind go on."""
+        """Return evidence that several checks share, made by the first of them; only those that need it wait."""
         with self._finding:
             lock, found = self._evidence.setdefault(key, (threading.Lock(), []))
         with lock:

@@ -1,7 +1,7 @@
-"""One product under way: blocks become tasks, accepted rectangles an output, and lost blocks go to other devices.
+"""One product in progress: blocks become tasks, accepted rectangles become outputs, lost blocks are reassigned.
 
-Knows devices by name and by what the planner may know of them, and numbers not at all: `results.py` checks and
-keeps them. `done` is what the caller waits for.
+Knows devices by name and through the fleet view. Knows no numbers: `results.py` checks and stores them. The caller
+waits for `done`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import cast
 
 from cleave import events
 from cleave.core.cost.wire import DEVICE_BYTES, WireFormat, encoded_bytes
+from cleave.core.model.gemms import Gemm
 from cleave.core.plan.gemm.layer import Block, Extent
 from cleave.core.schedule.rectangles import Rectangle
 from cleave.core.schedule.tasks import (
@@ -38,12 +39,12 @@ from cleave.server.gemm.results import Fresh, GemmResults
 from cleave.server.operands import Operands
 
 _MOST_WRONG = 3
-"""Devices that were wrong about one product, with no others present: then no single device is at fault."""
+"""Devices wrong about one product, with no others connected, from which the fault is not a single device's."""
 
 
 @dataclass(slots=True, eq=False)
 class _Loss:
-    """What one departed device left unfinished."""
+    """Work one device left unfinished, until others have recovered it."""
 
     device: DeviceId
     noticed: float
@@ -53,7 +54,7 @@ class _Loss:
 
 @dataclass(frozen=True, slots=True)
 class GemmWork:
-    """What a task of a product computes."""
+    """Work of a task: one piece of a product."""
 
     run: GemmRun
     piece: Piece
@@ -83,13 +84,13 @@ class GemmRun:
         self._operands, self._ids, self._fleet = operands, ids, fleet
         self._parked: list[tuple[Extent, _Loss | None]] = []
         self._wrong: set[DeviceId] = set()
-        """Devices that returned something wrong of it: others compute it again."""
+        """Devices that returned a wrong result: others recompute it."""
         self._open = 0
-        """Regions that are not complete."""
+        """Incomplete regions."""
         self._keeping = 0
         self._is_over = False
 
-    # -------------------------------------------------------------------------------------------- what happens
+    # -------------------------------------------------------------------------------------------- events
 
     def begin(self, now: float) -> Requests:
         if self._blocks:
@@ -110,7 +111,7 @@ class GemmRun:
         yield from self._finish()
 
     def orphaned(self, orphans: Sequence[Orphan], device: DeviceId | None, now: float) -> Requests:
-        """Place what is left of tasks; what `device` lost is followed until it has been made good."""
+        """Reassign what is left of tasks; a loss of `device` is tracked until it is recovered."""
         loss = _Loss(device, now) if device is not None else None
         for orphan in orphans:
             work = _work(orphan.task)
@@ -134,16 +135,16 @@ class GemmRun:
                     parts = self._planned(extent, now)
                 except InfeasibleError:
                     continue
-                if all(part.inner == extent.inner for part in parts):  # a sum of sums cannot race one sum
+                if all(part.inner == extent.inner for part in parts):  # partial sums cannot race the whole one
                     yield from self._cut(parts, work.loss, of=hedge.task)
 
     def rejected(self, task: Task, device: DeviceId, reason: str) -> Requests:
-        """A wrong result: others compute the block again, unless everyone present was wrong."""
+        """Note a wrong result: others recompute the block, unless every connected device was wrong."""
         self._wrong.add(device)
         if len(self._wrong) >= _MOST_WRONG and self._fleet.is_only(self._wrong):
             error = CleaveError(
-                f"results of one {self._product.role} product were found wrong from all {len(self._wrong)} devices, "
-                f"the last: {reason}; check the server's own memory, or who joins this run"
+                f"results of one {self._product.role} product were wrong from all {len(self._wrong)} devices, "
+                f"the last: {reason}; check the server's own memory, and which devices join this run"
             )
             yield from self.fail(error)
             yield End(self)
@@ -191,7 +192,7 @@ class GemmRun:
         )
 
     def _cut(self, blocks: Iterable[Block], loss: _Loss | None, of: Task | None = None) -> Requests:
-        """Turn blocks into tasks: regions of their own, or hedges of a task's region."""
+        """Turn blocks into tasks: new regions, or hedges of a task's region."""
         tasks = tuple(
             self._task(piece, block.device, loss, of)
             for block in blocks
@@ -222,7 +223,7 @@ class GemmRun:
             rows=rows,
             cols=cols,
             result_bytes=rows * cols * DEVICE_BYTES,
-            flops=2.0 * rows * cols * (piece.inner[1] - piece.inner[0]),
+            flops=Gemm(m=rows, n=cols, k=piece.inner[1] - piece.inner[0]).flops,
             up_bytes=encoded_bytes(self._format, rows, cols),
             region=None if of is None else of.region or of.id,
             top=top,
@@ -231,7 +232,7 @@ class GemmRun:
         )
 
     def _place(self, extent: Extent, loss: _Loss | None, now: float) -> Requests:
-        """Give an extent to the devices that finish it soonest; park it where none can."""
+        """Assign an extent to the devices that finish it soonest; park it if none can."""
         if self._is_over:
             return
         try:
@@ -250,10 +251,10 @@ class GemmRun:
     def _extent(self, work: GemmWork, part: Rectangle) -> Extent:
         return self._product.extent(work.piece, (part.top, part.bottom), (part.left, part.right))
 
-    # -------------------------------------------------------------------------------------------- the end
+    # -------------------------------------------------------------------------------------------- completion
 
     def _close(self, work: GemmWork, now: float) -> Requests:
-        """A region is complete, or all that was left of it has been placed anew."""
+        """Close a region that is complete, or whose missing parts have been reassigned."""
         self._open -= 1
         if work.loss is not None:
             yield from _make_good(work.loss, now)

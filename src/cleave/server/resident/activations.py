@@ -1,9 +1,9 @@
-"""The numbers between stages: what enters each, what comes back, and the loss.
+"""The numbers between stages: each stage's input, the gradient of its output, and the loss.
 
 A batch's rows lie sequence after sequence; a chunk is a run of rows of one sequence. Every stage's input and the
-gradient of its output are kept until the pass is over, so that whatever a departed device computed can be recomputed;
-beyond a budget they lie on disk. Slices of a stage are summed here in fp32, the residual included. Results are put
-from several threads; the tensors of chunks are staged by the engine's.
+gradient of its output are kept until the pass ends, so that a departed device's work can be recomputed; beyond a budget
+they are on disk. Slices of a stage are summed here in fp32, including the residual. Results are put from several
+threads; the tensors of chunks are staged in the engine's. Knows no devices.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ Batched = Batch[Tensor]
 
 
 class Activations:
-    """`slices` per stage; with `has_head` the last stage gives losses and takes only the batch's scales."""
+    """The matrices of one pass, with `slices` per stage. With `has_head` the last stage returns losses, and its
+    gradients start from the batch's scales.
+    """
 
     def __init__(
         self,
@@ -48,22 +50,22 @@ class Activations:
         self._x: dict[int, Matrix] = {0: batch.x}
         """Stage -> its input; after the last stage without a head, the decoder's output."""
         self._dy: dict[int, Matrix] = {}
-        """Stage -> gradient of its output; -1: of the batch's x."""
+        """Stage -> gradient of its output; -1 -> gradient of the batch's x."""
         if has_head:
             tokens = len(batch.x)
             self._logsumexps = np.zeros((slices[-1], tokens, 2), dtype=np.float32)
-            """Per slice of the vocabulary: logsumexp, and the target's logit where the slice has it."""
+            """Per slice of the vocabulary: logsumexp, and the target's logit if the slice has it."""
             self.losses = np.zeros((tokens, 1), dtype=np.float32)
             self._dy[self._last] = np.zeros((tokens, 2), dtype=np.float32)
         self._sums: dict[tuple[Side, int, int, int], int] = {}
-        """Slices that were added so far."""
+        """Slices added so far."""
         self._tensors: dict[tuple[str, int, int, int], Tensor] = {}
         self._rotary = None if batch.rotary is None else operands.table(batch.rotary)
 
     # -------------------------------------------------------------------------------------------- rows
 
     def rows(self, sequence: int, chunk: int) -> tuple[int, int]:
-        """The rows of a chunk in the batch."""
+        """Range of a chunk's rows in the batch."""
         first = sequence * self._batch.sequence
         return first + chunk * self._chunk, first + min((chunk + 1) * self._chunk, self._batch.sequence)
 
@@ -77,7 +79,7 @@ class Activations:
 
     def expect_gradients(self, dy: Matrix | None) -> None:
         """Begin a backward pass, from this gradient of the output if there is no head."""
-        self._sums = {key: count for key, count in self._sums.items() if key[0] == "x"}  # no aborted backward's
+        self._sums = {key: count for key, count in self._sums.items() if key[0] == "x"}  # drops an aborted backward's
         self._tensors = {key: tensor for key, tensor in self._tensors.items() if key[0] != "dy"}
         if dy is not None:
             self._dy[self._last] = dy
@@ -105,7 +107,7 @@ class Activations:
         self._add("dy", stage - 1, sequence, chunk, values, residual=residual, parts=self._slices[stage])
 
     def _close_loss(self, rows: slice) -> None:
-        """Compute loss = logsumexp - target logit, once every slice of the vocabulary is there."""
+        """Compute loss = logsumexp - target logit, once every slice of the vocabulary has arrived."""
         assert self._batch.targets is not None
         assert self._batch.scales is not None
         parts = self._logsumexps[:, rows]
@@ -123,7 +125,7 @@ class Activations:
             np.copyto(target, values)
             return
         key = (side, stage, sequence, chunk)
-        with self._lock:  # slices of a chunk may come at the same time
+        with self._lock:  # slices of a chunk may arrive concurrently
             if self._sums.get(key):
                 np.add(target, values, out=target)
             elif residual is None:
@@ -133,7 +135,7 @@ class Activations:
             self._sums[key] = self._sums.get(key, 0) + 1
 
     def _target(self, side: Side, stage: int) -> Matrix:
-        """Where a stage's rows go; room is made when the first of them come."""
+        """Return the matrix for a stage's rows, allocated on first use."""
         matrices = self._x if side == "x" else self._dy
         with self._lock:
             if stage not in matrices:
@@ -164,7 +166,7 @@ class Activations:
         return self._tensors[key]
 
     def rotary(self, sequence: int, chunk: int) -> tuple[Tensor, int] | None:
-        """The table of positions, and the row where a chunk's begin."""
+        """Return the table of positions, and the row at which the chunk's positions start."""
         if self._rotary is None:
             return None
         first = self.rows(sequence, chunk)[0]
@@ -172,7 +174,7 @@ class Activations:
         return self._rotary, first - sequence * self._batch.sequence if is_shared else first
 
     def release(self, stage: int, sequence: int) -> None:
-        """Forget the staged tensors of a sequence that is through a stage."""
+        """Drop the staged tensors of a sequence that has passed a stage."""
         for chunk in range(self.chunks):
             for side in ("x", "dy"):
                 self._tensors.pop((side, stage, sequence, chunk), None)
@@ -180,7 +182,7 @@ class Activations:
     def _tensor(
         self, side: str, stage: int, sequence: int, chunk: int, matrix: Matrix | None, format: WireFormat
     ) -> Tensor:
-        """A chunk's identity; a pass without numbers has identities alone."""
+        """Return a chunk's tensor; in a pass without numbers it is only an identity."""
         key = (side, stage, sequence, chunk)
         found = self._tensors.get(key)
         if found is None:
@@ -202,5 +204,5 @@ class Activations:
         if size <= self._left_bytes:
             self._left_bytes -= size
             return np.empty((rows, cols), dtype=np.float32)
-        with tempfile.TemporaryFile() as file:  # the map has a handle of its own, with which the file goes
+        with tempfile.TemporaryFile() as file:  # the map has its own handle, and the file goes with it
             return np.memmap(file, dtype=np.float32, mode="w+", shape=(rows, cols))

@@ -1,8 +1,8 @@
-"""One attempt at a pass under one plan: units become tasks, and results activations and gradients.
+"""One attempt at a pass under one plan: units become tasks, results become activations and gradients.
 
-`core/schedule/pipeline.py` says what can be computed next and by whom, `tasks.py` names it. An attempt
-recovers by itself what departed devices had computed; `run.py` begins another one where the devices that are
-left cannot go on.
+`core/schedule/pipeline.py` decides what can be computed next and by which device, `tasks.py` turns it into tasks. An
+attempt recovers by itself what departed devices had computed; `run.py` begins another one if the remaining devices
+cannot continue.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cleave.server.resident.tasks import HoldWork, ReadWork, ResidentTasks, Unit
 
 @dataclass(slots=True, eq=False)
 class _Loss:
-    """What a departed device left behind: sequences whose units are computed again."""
+    """Sequences whose units are recomputed because their device left."""
 
     device: DeviceId
     noticed: float
@@ -58,10 +58,10 @@ class Attempt:
         avoid: Collection[DeviceId],
         barred: Collection[DeviceId],
     ) -> None:
-        """InfeasibleError where devices lack the memory for it. `avoid` shall adopt nothing, `barred` be audited."""
+        """Raise InfeasibleError if devices lack memory. `avoid` devices adopt no shards, `barred` ones are audited."""
         self.plan, self.course, self.activations = plan, course, activations
         self.keeping = 0
-        """Results that are being stored."""
+        """Results being stored."""
         self._run, self._decoder, self._batch, self._results, self._tasks = run, decoder, batch, results, tasks
         self._fleet, self._audits, self._avoid, self._barred = fleet, audits, avoid, barred
         stages = [stage.shards for stage in plan.stages]
@@ -75,17 +75,17 @@ class Attempt:
         )
         tasks.set_desks(self._pipeline, fleet.memory_bytes)
         self._early: dict[tuple[Seat, Direction], dict[int, UnitWork]] = {}
-        """Results that came before those of earlier chunks."""
+        """Results that arrived before those of earlier chunks."""
         self._losses: list[_Loss] = []
         self._unsettled: dict[int, set[Shard]] = {
             number: set() for number, parameter in enumerate(decoder.parameters) if parameter.is_trained
         }
-        """Trained parameters, and the shards whose part of their gradients is not there."""
+        """Trained parameters, and the shards whose part of their gradient is missing."""
         for shard, held in tasks.held.items():
             for view, _ in held.trained:
                 self._unsettled[view.parameter].add(shard)
 
-    # -------------------------------------------------------------------------------------------- how far it is
+    # -------------------------------------------------------------------------------------------- progress
 
     @property
     def goes_back(self) -> bool:
@@ -105,7 +105,7 @@ class Attempt:
 
     @property
     def is_stuck(self) -> bool:
-        """The devices that are left cannot go on with what they hold."""
+        """Whether the remaining devices cannot continue with what they hold."""
         return not self.keeping and not self.is_over and self._pipeline.is_stuck
 
     def gathered(self) -> Gradients:
@@ -115,7 +115,7 @@ class Attempt:
         )
 
     def settled(self, shard: Shard) -> list[tuple[int, Matrix]]:
-        """Gradients of parameters that no other shard has, once all of a shard's are there."""
+        """Return the gradients that are complete now that all of this shard's have arrived."""
         found: list[tuple[int, Matrix]] = []
         for number, shards in list(self._unsettled.items()):
             shards.discard(shard)
@@ -132,7 +132,7 @@ class Attempt:
         yield from self._submit(self._pipeline.begin())
 
     def end(self) -> Requests:
-        """Abandon what is under way, and release what devices made for it."""
+        """Abandon tasks in progress, and release what devices made for them."""
         self._audits.drop()
         groups, made = self._tasks.forget_all()
         if groups:
@@ -141,16 +141,16 @@ class Attempt:
             yield OperandsReleased(made)
 
     def send_ahead(self, parameter: int, tensor: Tensor) -> Requests:
-        """Bring new weights to the devices that hold them."""
+        """Send new weights to the devices that hold them."""
         yield TasksSubmitted(tuple(self._tasks.hold_tasks(parameter, tensor, self._pipeline)))
 
     # -------------------------------------------------------------------------------------------- the fleet
 
     def left(self, device: DeviceId, now: float) -> Requests:
-        """A device takes no more part: others compute again what only it had."""
+        """Remove a device from the attempt: others recompute what only it had."""
         readings = {account: one for account, one in self._tasks.readings.items() if account.device == device}
         for account in [account for account, reading in readings.items() if reading.is_complete]:
-            self._pipeline.read(account)  # all of it came, and is being added
+            self._pipeline.read(account)  # all of it arrived and is being added
             del readings[account]
         left_over = {account: reading.wanted for account, reading in readings.items() if reading.has_begun}
         lost, units = self._pipeline.leave(device, left_over)
@@ -162,20 +162,20 @@ class Attempt:
         yield from self.resettle(units)
 
     def late(self, device: DeviceId) -> Requests:
-        """A straggler: others take the sequences of which it has added nothing."""
+        """Reassign a straggler's sequences, except those whose gradients it has begun to add."""
         lost, units = self._pipeline.give_up_seats(device)
         for seat in lost:
             yield from self._forget(seat)
         yield from self._submit(units)
 
     def resettle(self, units: Sequence[Unit] = ()) -> Requests:
-        """Give shards that nobody serves to others."""
+        """Assign shards that no device serves, and submit units that can run now."""
         for shard in self._pipeline.unserved:
             self._adopt(shard)
         yield from self._submit([*units, *self._pipeline.settle()])
 
     def _adopt(self, shard: Shard) -> None:
-        """A shard that nobody serves goes to a fast device that has room for it beside its own."""
+        """Assign an unserved shard to a fast device that has room for it beside its own."""
         for device, flops_per_s in self._fleet.helpers():
             if device not in self._avoid and device not in self._barred:
                 slots = self._tasks.slots_beside(shard, device, self._fleet.memory_bytes(device), self._pipeline)
@@ -209,7 +209,7 @@ class Attempt:
                 raise AssertionError("a pass keeps units and gradients")
 
     def _receive(self, work: UnitWork) -> Requests:
-        """All of a unit's result came: store it, chunk after chunk, in whatever order they come."""
+        """Store a complete result; chunks are stored in order, whatever order they arrive in."""
         seat, direction = work.unit.seat, work.unit.direction
         waiting = self._early.setdefault((seat, direction), {})
         waiting[self._pipeline.place_of(work.unit)] = work
@@ -249,7 +249,7 @@ class Attempt:
         yield from self._submit(units, [seat.shard] if is_over else [])
 
     def _read(self, work: ReadWork, accept: Accept, payload: object) -> Requests:
-        """Add a rectangle of a gradient, as far as nobody had returned it before."""
+        """Add a rectangle of a gradient, except what was returned before."""
         account = work.account
         reading = self._tasks.readings[account]
         wanted = within(reading.wanted[work.index], accept.part)
@@ -275,7 +275,7 @@ class Attempt:
 
     def _gradient_kept(self, account: Account) -> Requests:
         reading = self._tasks.readings.get(account)
-        if reading is None:  # its device left; what had come of it stays
+        if reading is None:  # its device left; what had arrived is kept
             return
         reading.keeping -= 1
         if reading.keeping or not reading.is_complete:
@@ -295,7 +295,7 @@ class Attempt:
     # -------------------------------------------------------------------------------------------- tasks
 
     def _submit(self, units: Sequence[Unit], shards: Sequence[Shard] | None = None) -> Requests:
-        """Submit units, and what can be read now of some shards, or of all."""
+        """Submit units, and readings of accounts that are ready, of some shards or of all."""
         tasks = [self._tasks.unit_task(unit) for unit in units]
         for shard in self._pipeline.shards if shards is None else shards:
             accounts = self._pipeline.readable(shard)
@@ -307,7 +307,7 @@ class Attempt:
             yield TasksSubmitted(tuple(tasks))
 
     def _forget(self, what: Seat | Account) -> Requests:
-        """Nothing more is asked of a seat or an account: what its device keeps for it goes."""
+        """Abandon the tasks of a seat or an account, and release what its device keeps for it."""
         yield GroupsAbandoned((what,))
         made = self._tasks.forget(what)
         if made:

@@ -1,4 +1,7 @@
-"""An account under audit: what its device was told and what it returned, and whether an honest one returns the same."""
+"""An account under audit: what its device was sent, what it returned, and whether an honest device returns the same.
+
+`results.py` adds evidence as results arrive; it is judged off the loop. `audits.py` decides which accounts are audited.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +25,11 @@ from cleave.server.resident.held_shard import HeldShard
 
 Message = tuple[messages.Store | messages.RunTask | messages.Drop, Buffer]
 Replay = Callable[[Iterable[Message]], Iterator[Matrix]]
-"""What an honest device returns for each `Run` among these messages, whole, and rounded as asked."""
+"""Yield what an honest device returns for each `RunTask` in these messages, whole and in the requested format."""
 
 
 class Dropped(Exception):
-    """Nobody wants to know the outcome any more; ends a replay."""
+    """Ends a replay whose outcome is no longer needed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +42,7 @@ class _Done:
 
 @dataclass(slots=True, eq=False)
 class AuditCase:
-    """Results are kept from several threads; judged in one, when no more come."""
+    """Evidence about one account: added from several threads, judged in one once complete."""
 
     account: Account
     held: HeldShard
@@ -62,7 +65,7 @@ class AuditCase:
     def keep_unit(
         self, unit: Unit, message: messages.RunTask, read: Iterable[OperandId], values: Matrix, operands: Operands
     ) -> None:
-        """Keep a unit's result, with the operands it read as bytes: tensors that are held would stay on devices."""
+        """Keep a unit's result, and the operands it read as bytes: referenced tensors would stay on devices."""
         names = tuple(read)
         with self._lock:
             for name in names:
@@ -76,14 +79,14 @@ class AuditCase:
             self._gradients.append((index, part, values))
 
     def judge(self, replay: Replay, operands: Operands) -> str:
-        """Why the account is wrong, or nothing."""
+        """Replay the account; return what is wrong, empty if nothing is."""
         order = _in_order(self.units)
         results = replay(self._inbox(order, operands))
         try:
             for done, expected in zip(order, results, strict=False):  # gradients follow
                 off = disagreement(done.values, expected, done.message.format) if _is_seen(done.message) else 0.0
                 if off > 1:
-                    return f"{_named(done.unit)}, computed again, is {off:.3g} times off what rounding explains"
+                    return f"{_named(done.unit)} is off by {off:.3g} times what rounding explains, when recomputed"
             gradients = dict(zip(self._reads, results, strict=True))
         except Dropped:
             return ""
@@ -100,12 +103,12 @@ class AuditCase:
             if off > 1:
                 view, _ = self.held.trained[index]
                 yield (
-                    f"the gradient of parameter {view.parameter} in {self.account.shard}, computed again, "
-                    f"is {off:.3g} times off what rounding explains"
+                    f"the gradient of parameter {view.parameter} in {self.account.shard} is off by "
+                    f"{off:.3g} times what rounding explains, when recomputed"
                 )
 
     def _inbox(self, order: list[_Done], operands: Operands) -> Iterator[Message]:
-        """Replay sequence after sequence, so that only one of them needs room at a time."""
+        """Yield the messages to replay, sequence by sequence, so that only one of them needs memory at a time."""
         for operand in self.held.operands:
             yield from operands.strips(operand.id)
         for _, units in itertools.groupby(order, lambda done: id(done.unit.seat)):
@@ -126,7 +129,7 @@ class AuditCase:
 
 
 def _in_order(units: list[_Done]) -> list[_Done]:
-    """Seat by seat, forward, then backward from the end, as far as nothing is missing in between."""
+    """Order units seat by seat, forward and then backward from the end, up to the first gap."""
     seats: dict[Seat, list[_Done]] = {}
     for done in units:
         seats.setdefault(done.unit.seat, []).append(done)
@@ -141,7 +144,7 @@ def _in_order(units: list[_Done]) -> list[_Done]:
 
 
 def _is_seen(message: messages.RunTask) -> bool:
-    """Whether its result says more than that it is done."""
+    """Whether the result carries numbers, not only that the task is done."""
     match message.program:
         case Forward(is_silent=is_silent):
             return not is_silent

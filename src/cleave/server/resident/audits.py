@@ -1,9 +1,9 @@
-"""Which work of resident layers the server recomputes, because it cannot be checked otherwise.
+"""Audits: which work on resident layers the server recomputes, because it cannot be checked otherwise.
 
-What is audited is an account: all that one device did for one shard in a pass. Whether it is, is drawn when its first
-result comes, and no message tells; from then on its results are kept with the messages that led to them. When the
-account has been read, or the pass is about to end, they are replayed off the loop (`audit_case.py`), one account at a
-time. Nothing of a pass is handed out before its audits are through; one that failed makes the pass begin again.
+An audit covers an account: all that one device did for one shard in a pass. Whether to audit it is drawn when its first
+result arrives, and no message reveals it; from then on its results are kept with the messages that led to them. When
+the account has been read, or the pass is about to end, they are replayed off the loop (`audit_case.py`), one account at
+a time. A pass hands out nothing before its audits have finished; a failed audit makes it begin again.
 """
 
 from __future__ import annotations
@@ -26,36 +26,36 @@ from cleave.server.resident.held_shard import HeldShard
 
 @dataclass(slots=True)
 class AuditTotals:
-    """Over all passes of a server."""
+    """Totals over all passes of a server."""
 
     units: int = 0
-    """Recomputed."""
+    """Units recomputed."""
     wrong: int = 0
-    """Accounts that were found wrong."""
+    """Accounts found wrong."""
     busy_s: float = 0.0
     """CPU seconds spent on audits."""
 
 
 class Audits:
-    """Of one pass at a time; lives with the engine."""
+    """The audits of one pass at a time; lives with the engine."""
 
     def __init__(
         self, policy: Policy, *, can_replay: bool, draw: Callable[[], float], roster: Roster, totals: AuditTotals
     ) -> None:
-        """`draw` gives a number between 0 and 1; without a way to replay there are no audits."""
+        """`draw` returns a random number between 0 and 1; without `can_replay` nothing is audited."""
         self._policy: Policy = policy if can_replay else "none"
         self._draw, self._roster, self._totals = draw, roster, totals
         self._cases: dict[Account, AuditCase | None] = {}
-        """None: it is not audited, or its audit is over."""
+        """None: not audited, or already concluded."""
         self._open = 0
-        """Cases that are not concluded."""
+        """Cases not concluded yet."""
         self._queue: deque[AuditCase] = deque()
         self._running: AuditCase | None = None
 
     def case_of(
         self, account: Account, held: HeldShard, direction: Direction, barred: Collection[DeviceId]
     ) -> AuditCase | None:
-        """The case that an account's results are kept for, if it is audited."""
+        """Return the case that collects an account's results; None if it is not audited."""
         if account not in self._cases:
             chosen = self._is_chosen(account, direction, is_barred=account.device in barred)
             self._cases[account] = AuditCase(account, held) if chosen else None
@@ -67,7 +67,7 @@ class Audits:
         return self._open > 0
 
     def close(self, account: Account, run: Run) -> Requests:
-        """Nothing will be added to an account: its audit may begin."""
+        """Queue the audit of an account to which nothing more will be added."""
         case = self._cases.get(account)
         if case is not None and not case.is_queued:
             case.is_queued = True
@@ -75,12 +75,12 @@ class Audits:
             yield from self._go_on(run)
 
     def settle(self, run: Run) -> Requests:
-        """The pass is over: audit what is left, of departed devices too."""
+        """Audit all remaining accounts at the end of a pass, including those of departed devices."""
         for account in list(self._cases):
             yield from self.close(account, run)
 
     def drop(self) -> None:
-        """The pass begins again, or has ended."""
+        """Drop all audits: the pass begins again, or has ended."""
         for case in self._cases.values():
             if case is not None:
                 case.is_dropped = True
@@ -90,7 +90,7 @@ class Audits:
         self._running = None
 
     def conclude(self, case: AuditCase, reason: str, run: Run) -> Requests:
-        """An audit is through; `reason` says what is wrong, if something is."""
+        """Record the outcome of an audit; `reason` says what is wrong, empty if nothing is."""
         if case.is_dropped:
             return
         self._running = None
@@ -120,7 +120,7 @@ class Audits:
         if self._policy == "none" or member is None or member.key is None:  # no key: the server itself
             return False
         if is_barred:
-            return True  # it is here again because nobody else can do it
+            return True  # it takes part again only because no other device can
         return self._draw() < chance(self._policy, member.trust, is_proven=direction in member.trust.proven)
 
     def _trust(self, device: DeviceId) -> Trust | None:

@@ -1,4 +1,4 @@
-"""A shard as operands: its parts as devices are told of them, and what it asks of a device."""
+"""A shard as operands: its parts as described to devices, and its demand on a device."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class HeldShard:
     operands: tuple[Operand, ...]
     """The weights, each once."""
     trained: tuple[tuple[View, int], ...]
-    """Rectangles whose gradients are wanted, with the operands of their weights."""
+    """Trained views, with the operands of their weights."""
     demand: ShardDemand
 
 
 def hold(decoder: Decoder, shard: Shard, batch: Batch[Tensor], operands: Operands, *, is_trained: bool) -> HeldShard:
-    """Cut a shard out of a batch's parameters; without `is_trained` no gradients are wanted."""
+    """Cut a shard out of a batch's parameters; `is_trained` includes a backward pass in its demand."""
     held: dict[int, Operand] = {}
     views: dict[View, int] = {}
 

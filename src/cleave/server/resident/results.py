@@ -1,6 +1,7 @@
 """The numbers of a pass through resident layers: results are decoded into activations and gradients.
 
-Called off the loop, from several threads. What an audit needs of a result is kept here too, as it is decoded.
+Called off the loop, from several threads. Decoded results also go to the audit of their account, if there is one.
+Knows no devices and no plan.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from cleave.server.resident.audits import AuditTotals
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class UnitResult:
-    """All of a unit's result, as it came."""
+    """The complete result of a unit, as received."""
 
     attempt: object
     unit: Unit
@@ -39,16 +40,16 @@ class UnitResult:
     parts: tuple[tuple[Rectangle, object], ...]
     message: messages.RunTask
     read: tuple[OperandId, ...]
-    """The operands it read beside weights."""
+    """Operands it read besides weights."""
     is_wanted: bool
-    """It says more than that the unit is done."""
+    """Whether it carries numbers, not only that the unit is done."""
     activations: Activations
     case: AuditCase | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class GradientPart:
-    """A rectangle of a weight's gradient, and what of it nobody had returned before."""
+    """A rectangle of a weight's gradient, and which parts of it were not returned before."""
 
     attempt: object
     account: Account
@@ -76,11 +77,11 @@ class ResidentResults:
         self._gradients: dict[int, Matrix] = {}
 
     def expect_gradients(self) -> None:
-        """Forget the gradients of a backward pass that did not end."""
+        """Discard the gradients of an aborted backward pass."""
         self._gradients = {}
 
     def gradient(self, parameter: int) -> Matrix | None:
-        """The gradient of a trained parameter."""
+        """Return the gradient of a parameter; None if it is not trained."""
         shape = self._decoder.parameters[parameter]
         if not shape.is_trained:
             return None

@@ -1,8 +1,8 @@
 """A batch through resident layers, from its caller's point of view: outputs, then gradients, whatever happens between.
 
-Each attempt follows one plan (`attempt.py`). Where the devices that are left cannot go on, or an audit found
-one wrong, another attempt begins with another plan; where there is none, the pass waits for devices. Once some
-gradients are in the caller's hands they cannot be made again: then it waits instead. Knows no numbers.
+Each attempt follows one plan (`attempt.py`). If the remaining devices cannot continue, or an audit found one wrong,
+another attempt begins with another plan; if there is none, the pass waits for devices. Gradients the caller already has
+cannot be recomputed: from then on the pass waits instead of beginning again. Knows no numbers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _NewWeights:
-    """A parameter was updated; the devices that hold it will need the new numbers next."""
+    """An updated parameter, whose new numbers the devices that hold it need next."""
 
     parameter: int
     tensor: Tensor
@@ -71,30 +71,30 @@ class ResidentRun:
         audits: Audits,
         post: Callable[[EngineEvent], None],
     ) -> None:
-        """`plan` is the one chosen for it; without one, the run asks for it. `post` reaches the engine."""
+        """`plan` is the one chosen for the batch; without one, the run requests it. `post` reaches the engine."""
         self.decoder, self.batch, self.results = decoder, batch, results
         self.outputs: Future[Matrix] = Future()
         self.returned: Future[Gradients] = Future()
         self.unable: set[DeviceId] = set()
-        """Devices that could not do a unit of it."""
+        """Devices that failed a unit of this pass."""
         self.barred: set[DeviceId] = set()
-        """Devices whose work in it was found wrong."""
+        """Devices whose work in this pass was found wrong."""
         self._format: WireFormat = format
         self._operands, self._ids, self._fleet, self._audits, self._post = operands, ids, fleet, audits, post
         self._plan, self._dy = plan, cast("Matrix | None", None)
         self._course: Course = "forward"
         self._attempt: Attempt | None = None
         self._last: Attempt | None = None
-        """The one that ended the pass: its devices hold the weights."""
+        """The last attempt that ended: its devices hold the weights."""
         self._activations: Activations | None = None
         self._next_plan: ResidentPlan | None = None
-        """Waits until the former attempt's results are stored."""
+        """Plan to follow once the previous attempt's results are stored."""
         self._keeping = 0
         self._planned_for = -1
         self._is_parked = False
         self._arrivals: SimpleQueue[tuple[int, Matrix] | None] = SimpleQueue()
         self._has_delivered = False
-        """Some gradients are in the caller's hands: they cannot be made again."""
+        """Whether the caller has some gradients, which cannot be recomputed."""
 
     # -------------------------------------------------------------------------------------------- the caller's thread
 
@@ -126,7 +126,7 @@ class ResidentRun:
 
     def planned(self, plan: object, now: float) -> Requests:
         match plan:
-            case InfeasibleError() if self._planned_for != self._fleet.number:  # others are there by now
+            case InfeasibleError() if self._planned_for != self._fleet.number:  # the fleet has changed since
                 yield from self._plan_again()
             case InfeasibleError():
                 yield from self._park(str(plan))
@@ -139,12 +139,12 @@ class ResidentRun:
                 yield End(self)
 
     def _try(self, plan: ResidentPlan, now: float) -> Requests:
-        """Begin an attempt; activations stay for a backward of the same arrangement."""
-        if not all(device in self._fleet for device in plan.devices):  # one left while it was planned for
+        """Begin an attempt; a backward under the same arrangement reuses the activations."""
+        if not all(device in self._fleet for device in plan.devices):  # one left during planning
             yield from self._plan_again()
             return
         if self._course == "backward" and (self._plan is None or plan.arrangement != self._plan.arrangement):
-            self._course = "both"  # what is between the stages of another plan is not there
+            self._course = "both"  # there are no activations for another plan's stages
         self._plan = plan
         activations = self._activations if self._course == "backward" else None
         if activations is None:
@@ -193,7 +193,7 @@ class ResidentRun:
         yield from self._go_on(now)
 
     def _try_again(self, reason: str) -> Requests:
-        log.info("a pass begins again: %s", reason)
+        log.info("pass begins again: %s", reason)
         yield from self._end_attempt()
         yield from self._plan_again()
 
@@ -229,11 +229,11 @@ class ResidentRun:
             yield from self._go_on(now)
 
     def orphaned(self, orphans: Sequence[Orphan], device: DeviceId | None, now: float) -> Requests:
-        """Tasks that a device could not do: it takes no more part in this pass. See `left` for departed ones."""
+        """Exclude devices that failed a task from this pass. Departed ones are handled by `left`."""
         for orphan in orphans:
             unfit = orphan.task.device
             if not isinstance(orphan.task.work, HoldWork) and unfit in self._fleet and unfit not in self.unable:
-                log.info("%s takes no more part in this pass: it could not do a unit", unfit)
+                log.info("excluded %s from this pass: it failed a unit", unfit)
                 self.unable.add(unfit)
                 yield from self.left(unfit, now)
 
@@ -262,7 +262,7 @@ class ResidentRun:
             yield from self._try(plan, now)
 
     def _deliver(self, attempt: Attempt, item: GradientPart) -> None:
-        """Hand out the gradients of a shard as soon as all of them are there."""
+        """Hand out the gradients of a shard as soon as they are complete."""
         if attempt.is_gathered(item.account.shard):
             for settled in attempt.settled(item.account.shard):
                 self._has_delivered = True
@@ -277,12 +277,12 @@ class ResidentRun:
         if not reason:
             yield from self._go_on(now)
         elif self._has_delivered:
-            error = f"{wrong} was found wrong when weights were updated already; resume from what is saved"
+            error = f"{wrong} was found wrong after weights had been updated; resume from the last checkpoint"
             yield from self.fail(CleaveError(error))
             yield End(self)
         else:
             self.barred.add(wrong)
-            yield from self._try_again(f"what {wrong} did in it was found wrong")
+            yield from self._try_again(f"the work of {wrong} was found wrong")
 
     def rejected(self, task: Task, device: DeviceId, reason: str) -> Requests:
         raise AssertionError("units are audited, not checked")
@@ -296,10 +296,10 @@ class ResidentRun:
         if holder is not None:
             yield from holder.send_ahead(request.parameter, request.tensor)
 
-    # -------------------------------------------------------------------------------------------- the end
+    # -------------------------------------------------------------------------------------------- completion
 
     def _go_on(self, now: float) -> Requests:
-        """Hand out what is complete; begin again, or wait, where nothing moves any more."""
+        """Hand out what is complete; begin again, or wait, if the attempt is stuck."""
         attempt = self._attempt
         if attempt is None or self._is_parked:
             return
@@ -316,7 +316,7 @@ class ResidentRun:
                 yield Resolve(self.returned, gathered)
                 self._arrivals.put(None)
         elif attempt.is_stuck:
-            reason = "the devices that are left cannot go on with what they hold"
+            reason = "the remaining devices cannot continue with what they hold"
             yield from self._park(reason) if self._has_delivered else self._try_again(reason)
 
     def fail(self, error: CleaveError) -> Requests:

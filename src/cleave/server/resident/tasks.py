@@ -1,7 +1,7 @@
-"""How a pass's units, accounts and weights are named: operands, tasks, and the programs that devices are told.
+"""Turn a pass's units, accounts and weights into operands, tasks and programs for devices.
 
-Keeps what devices make for a layout: a state (keys and values) per seat, accumulators per account. `run.py`
-moves the pass on; this module knows no results.
+Tracks what devices make for the pass: a state (keys and values) per seat, accumulators per account. `attempt.py` drives
+the pass; this module knows no results.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ from cleave.server.operands import Operands, Tensor
 from cleave.server.resident.activations import Activations, Batched
 from cleave.server.resident.held_shard import HeldShard, hold
 
-_BACKWARD, _FORWARD, _READING, _AHEAD = 0, 1, 2, 3  # priorities, as of products
+_BACKWARD, _FORWARD, _READING, _AHEAD = 0, 1, 2, 3  # priorities, on the same scale as those of products
 _LEAST_SPEED = 1e-9
 
 
 @dataclass(slots=True, eq=False)
 class Reading:
-    """An account's accumulators, and what of them has not come; in the order of the shard's trained views."""
+    """An account's accumulators and their missing parts, in the order of the shard's trained views."""
 
     operands: list[Operand]
     wanted: dict[int, list[Rectangle]]
     has_begun: bool = False
     keeping: int = 0
-    """Parts that came and are being added."""
+    """Parts that arrived and are being added."""
 
     @property
     def is_complete(self) -> bool:
-        """Whether all of it came."""
+        """Whether all of it arrived."""
         return self.has_begun and not any(total(parts) for parts in self.wanted.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnitWork:
-    """What a task of a unit computes."""
+    """Work of a task that computes a unit."""
 
     run: Run
     unit: Unit
@@ -59,12 +59,12 @@ class UnitWork:
     rows: int
     cols: int
     parts: list[tuple[Rectangle, object]] = field(default_factory=lambda: list[tuple[Rectangle, object]]())
-    """The result, as far as it has come."""
+    """The result, as far as it has arrived."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadWork:
-    """What a task that reads an accumulator is about."""
+    """Work of a task that reads an accumulator."""
 
     run: Run
     account: Account
@@ -74,7 +74,7 @@ class ReadWork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HoldWork:
-    """What a task that only brings weights is about; the tensor is kept while it is on its way."""
+    """Work of a task that only sends weights; keeps the tensor while it is in flight."""
 
     run: Run
     tensor: Tensor
@@ -85,7 +85,7 @@ ResidentWork = UnitWork | ReadWork | HoldWork
 
 
 class _Place(TypedDict):
-    """What forward and backward programs of a unit have in common."""
+    """Fields that forward and backward programs of a unit share."""
 
     parts: tuple[Part, ...]
     head: Head | None
@@ -123,7 +123,7 @@ class ResidentTasks:
     # -------------------------------------------------------------------------------------------- memory
 
     def set_desks(self, pipeline: Pipeline, memory_bytes: Callable[[DeviceId], int]) -> None:
-        """Let every device serve its shards as planned, as far as its memory allows; InfeasibleError if none can."""
+        """Let devices serve their planned shards as memory allows; InfeasibleError if a shard fits on none."""
         served: dict[DeviceId, list[tuple[Shard, float]]] = {}
         for stage in self._plan.stages:
             for shard, holdings in stage.columns:
@@ -133,8 +133,8 @@ class ResidentTasks:
             kept = sum(self.held[shard].demand.trained_bytes for shard, _ in shards)
             bare = [self.need_bytes(shard, 0) for shard, _ in shards]
             for (shard, speed), need in zip(shards, bare, strict=True):
-                others = kept - self.held[shard].demand.trained_bytes  # what they keep,
-                others += max(bare) - need  # and what one of them needs at a time
+                others = kept - self.held[shard].demand.trained_bytes  # what its other shards keep,
+                others += max(bare) - need  # and what the largest of them needs to run
                 slots = self._slots(shard, memory_bytes(device) - others, len(shards))
                 if slots:
                     pipeline.desks.add(shard, Desk(device, slots, max(speed, _LEAST_SPEED)))
@@ -142,12 +142,12 @@ class ResidentTasks:
             holdings = self._plan.stages[self._stage[shard]].columns[shard.index].holdings
             offered = max(memory_bytes(holding.device) for holding in holdings)
             raise InfeasibleError(
-                f"a column needs {self.need_bytes(shard, 1) / 1e6:.3g} MB on a device, but the largest it was planned "
-                f"for offers {offered / 1e6:.3g} MB; lend more memory or devices, or train with shorter sequences"
+                f"a shard needs {self.need_bytes(shard, 1) / 1e6:.3g} MB on a device, but the largest it was planned "
+                f"for offers {offered / 1e6:.3g} MB; add devices or memory, or train with shorter sequences"
             )
 
     def slots_beside(self, shard: Shard, device: DeviceId, memory_bytes: int, pipeline: Pipeline) -> int:
-        """How many sequences of a shard a device could have open beside what it serves already; 0: none."""
+        """Number of sequences of a shard that a device could have open beside what it already serves."""
         taken = sum(self.need_bytes(other, desk.slots) for other, desk in pipeline.desks.of(device))
         return self._slots(shard, memory_bytes - taken, 1)
 
@@ -156,7 +156,7 @@ class ResidentTasks:
         return demand.sequences_within(memory_bytes, self._plan.chunk, self._tables_bytes, most, shared_by)
 
     def need_bytes(self, shard: Shard, open_sequences: int) -> int:
-        """Bytes of a shard on a device with so many sequences open."""
+        """Memory that a shard takes on a device with `open_sequences`."""
         return self.held[shard].demand.memory_bytes(self._plan.chunk, open_sequences, self._tables_bytes)
 
     def wants_dx(self, shard: Shard) -> bool:
@@ -199,7 +199,7 @@ class ResidentTasks:
         )
 
     def read_tasks(self, account: Account) -> Iterator[Task]:
-        """A task for every accumulator of which something is wanted."""
+        """Yield a task for every accumulator of which parts are missing."""
         reading = self.reading(account)
         reading.has_begun = True
         for index, (view, _) in enumerate(self.held[account.shard].trained):
@@ -222,7 +222,7 @@ class ResidentTasks:
                 )
 
     def hold_tasks(self, parameter: int, tensor: Tensor, pipeline: Pipeline) -> Iterator[Task]:
-        """For every device that holds some of a parameter, its part of the new numbers."""
+        """Yield tasks that send every holder of a parameter its part of the new numbers."""
         for shard, held in self.held.items():
             views = [view for view, _ in held.trained if view.parameter == parameter]
             operands = tuple(self._operands.slice(tensor, view.rows, view.cols).operand for view in views)
@@ -262,13 +262,13 @@ class ResidentTasks:
         return self.readings[account]
 
     def forget(self, what: Seat | Account) -> tuple[OperandId, ...]:
-        """What a device made for a seat or an account, which nobody asks for again."""
+        """Forget a seat or an account; return the operands that its device made for it."""
         if isinstance(what, Seat):
             return (self.states.pop(what).id,) if what in self.states else ()
         return tuple(one.id for one in self.readings.pop(what).operands) if what in self.readings else ()
 
     def forget_all(self) -> tuple[tuple[object, ...], tuple[OperandId, ...]]:
-        """Every seat and account there is, and what devices made for them."""
+        """Forget every seat and account; return them, and the operands that devices made for them."""
         groups = (*self.states, *self.readings)
         return groups, tuple(operand for what in groups for operand in self.forget(what))
 
@@ -303,11 +303,11 @@ class ResidentTasks:
         )
 
     def read_by(self, unit: Unit) -> list[Operand]:
-        """What a unit reads beside weights."""
+        """Operands a unit reads besides weights."""
         return [self._whole(tensor) for tensor in self._tensors(unit).values()]
 
     def _tensors(self, unit: Unit) -> dict[str, Tensor]:
-        """What a unit reads beside weights, by the names of its program."""
+        """Tensors a unit reads besides weights, by their names in its program."""
         seat, between, stage = unit.seat, self._activations, self._stage[unit.seat.shard]
         found = {"x": between.x(stage, seat.sequence, unit.chunk)}
         if unit.direction == "backward":

@@ -285,7 +285,7 @@ class _Runner:
         if isinstance(described, str) and place.language_model is not None:
             reason, described = described, families.describe(place)
             if isinstance(described, Description):
-                self._tell_once(f"the loss is computed here, not by devices: {reason}")
+                self._tell_once(f"the loss is computed on the server, not on devices: {reason}")
         if isinstance(described, str):
             raise UnfitError(described)
         stack = described.stack

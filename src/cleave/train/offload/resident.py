@@ -33,7 +33,7 @@ class Columns(Multiplier, Protocol):
     """A fleet that can also run batches through decoder stacks."""
 
     def choose_pass(self, work: PassWork, local: Local = ..., *, must: bool = False) -> PassChoice:
-        """Choose the devices to hold the layers for such a batch, or say why not, which the fleet has reported."""
+        """Choose the devices to hold the layers for such a batch, or give the reason why not; the fleet reports it."""
         ...
 
     def run(self, decoder: Decoder, batch: Batch[Any], plan: ResidentPlan | None) -> Pass: ...
@@ -50,15 +50,15 @@ class Pass(Protocol):
         ...
 
     def backward(self, dy: Matrix | None) -> Future[Gradients]:
-        """Return gradients. `dy` is tokens x hidden; None with a head, as `scales` are known and backward has begun."""
+        """Return gradients. `dy` is tokens x hidden; None with a head: `scales` are known and backward has started."""
         ...
 
     def arrivals(self) -> Iterator[tuple[int, Matrix]]:
-        """Yield gradients of a piecemeal batch as they complete; not always of all parameters, which `backward` has."""
+        """Yield gradients of a piecemeal batch as they complete; maybe not all of them, while `backward` has all."""
         ...
 
     def publish(self, parameter: int, operand: Any) -> None:
-        """Send new values of a parameter to the devices that hold it, which need them next."""
+        """Send new values of a parameter to the devices that hold it, for their next pass."""
         ...
 
 
@@ -111,7 +111,7 @@ def _operands(fleet: Columns, weights: Weights, description: Description) -> tup
 
 
 def _format(fleet: Columns, parameter: torch.Tensor) -> WireFormat:
-    """Return the wire format of a parameter; vectors are few and norms sensitive, so those keep their precision."""
+    """Return the wire format of a parameter; vectors are small and norms sensitive, so they keep their precision."""
     return wire_format(fleet, compute_dtype(parameter)) if parameter.dim() > 1 else HALVES.get(parameter.dtype, "fp32")
 
 
@@ -209,7 +209,7 @@ def padding(mask: torch.Tensor | None, x: torch.Tensor, window: int | None, atte
 
 
 def rotary_table(tables: tuple[torch.Tensor, torch.Tensor], head_dim: int) -> Matrix:
-    """Return cosines beside sines, only once if all sequences have the same positions."""
+    """Return cosines next to sines, only once if all sequences have the same positions."""
     cosines, sines = tables
     if cosines.dim() != 3 or cosines.shape[-1] != head_dim or cosines.shape != sines.shape:
         raise UnfitError(f"its rotary tables are {tuple(cosines.shape)}, expected sequences x rows x {head_dim}")

@@ -1,1 +1,1 @@
-"""Plan matrix products: cut them into blocks and assign those to devices."""
+"""Plan matrix products: cut them into blocks and assign the blocks to devices."""

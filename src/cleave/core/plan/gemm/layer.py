@@ -89,7 +89,7 @@ def plan_linear(profiles: Profiles, linear: Linear, wire: WireFormat, *, search:
 
 
 def _by_rows(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPlan | None:
-    """Cut by rows; None if too few devices can hold all of W beside some tokens and their results."""
+    """Cut by rows; None if too few devices can hold all of W along with some tokens and their results."""
     k, n = linear.in_width, linear.out_width
     unit = unit_costs(profiles, wire, Server())
     roles = linear.roles

@@ -184,7 +184,7 @@ def _select(
     tried: set[int] = set()
 
     def attempt(count: int) -> float | None:
-        """Return the ratio of the devices' time to the server's; None if so few devices cannot do it."""
+        """Return the ratio of the devices' time to the server's; None if that many devices cannot do it."""
         nonlocal best
         tried.add(count)
         some = unit.take(ranked[:count])

@@ -1,4 +1,4 @@
-"""Reassign a block, in a live run, of a device that left or is late, to the devices that finish it soonest.
+"""Reassign a block of a departed or late device, during a live run, to the devices that finish it soonest.
 
 Some devices already hold one of its operands (mates in its column or row) and need only lines of the other; some have
 a backlog. The block is cut by rows or by columns, by water-filling over all devices, with the missing operand and the
@@ -21,7 +21,7 @@ from cleave.core.plan.gemm.layer import Block, Extent, fill, plan_linear
 def plan_redo(
     profiles: Profiles, extent: Extent, wire: WireFormat, *, holds_a: Bools, holds_b: Bools, backlog_s: Floats
 ) -> list[Block]:
-    """The extent in blocks for devices of `profiles`; InfeasibleError where none can hold even the smallest."""
+    """Cut the extent into blocks for devices of `profiles`; InfeasibleError if none can hold even the smallest."""
     unit = unit_costs(profiles, wire, Server())
     m, n, k = (end - start for start, end in extent)
     cuts = (

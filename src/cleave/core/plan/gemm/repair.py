@@ -84,7 +84,7 @@ def _by_mates(unit: UnitCosts, missing: Tiling, before: Tiling, owner: Ints) -> 
     received, multiplied and returned as a stream, at the pace of the slowest of the three.
     """
     fewest_mates = np.bincount(before.mates)[missing.mates].min()
-    is_hopeless = fewest_mates < _MIN_MATES and len(before) > _LARGE_PLAN  # so few would be slow: save the time
+    is_hopeless = fewest_mates < _MIN_MATES and len(before) > _LARGE_PLAN  # too slow with so few mates: skip
     if (missing.along == INNER).any() or is_hopeless:
         return missing, np.inf, 0
     columns = np.unique(missing.mates)

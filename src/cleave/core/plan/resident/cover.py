@@ -1,9 +1,9 @@
-"""Columns for many devices: the shortest run of a sorted fleet that covers all sublayers within given times.
+"""Columns for many devices: the shortest prefix of a sorted fleet that covers all sublayers within given times.
 
-Given seconds for activations and for synchronisation, each device has a most rows for each kind of column. Devices are
-sorted by the largest rows x weights they can take; then f[p] is the fewest of them, from the front, that carry
-sublayers 0..p, the last column being k whole sublayers or one sublayer in c slices. Which times, which chunk, which
-devices is asked by `resident`; what a cover truly takes is computed from its rows, not from the times asked for.
+Given seconds for activations and for synchronization, each device has a maximum number of rows for each kind of column.
+Devices are sorted by the largest rows x weights they can take; then f[p] is the fewest of them, from the front, that
+carry sublayers 0..p, the last column being k whole sublayers or one sublayer in c slices. `search` chooses the times,
+the chunk and the devices; the actual time of a cover is computed from its rows, not from the times requested.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ from cleave.core.plan.resident.stages import ColumnLimit
 SLICES = (2, 3, 4, 6, 8, 10, 16, 20, 32, 40)
 _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 160)
 _BUCKETS = 6
-"""Later columns have more time to synchronise, in this many levels."""
+"""Later columns have more time to synchronize, in this many levels."""
 _PREFERENCE = 1.001
 _USABLE = 0.9
-"""of the time that late columns are idle while the pipe fills and drains"""
+"""Usable share of the time that late columns are idle while the pipeline fills and drains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a cover was asked for: enough to ask again when the fleet has changed a little."""
+    """The parameters of a cover: enough to repeat the search when the fleet has changed a little."""
 
     chunk: int = 64
     sync_share: float = 0.5
-    """of the step without fill, the part that weights and gradients get"""
+    """share of the step, without fill, for weights and gradients"""
     least_count: int = 0
-    """sublayers of a column; 0: slices too"""
+    """minimum number of sublayers per column; 0 also allows slices"""
     selected: float = 1.0
-    """share of the fleet, those that can do most"""
+    """share of the fleet to use, most capable devices first"""
     order: Literal["work", "weights"] = "work"
-    """devices sorted by rows x weights, or by the weights they would best hold"""
+    """sort devices by rows x weights, or by the weights that suit them best"""
     slack_s: float = 0.0
-    """the last columns may synchronise this much longer, as they end before the first ones and begin after them"""
+    """extra time for the last columns to synchronize, as they start after the first ones and finish before them"""
 
 
 class Group(NamedTuple):
-    """Devices that share the rows of a shard, by number."""
+    """Indices of the devices that share the rows of a shard."""
 
     devices: Ints
     rows: Floats
@@ -54,7 +54,7 @@ class Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageCover:
-    """Sublayers first..first+count, with one group of devices, or one for each slice."""
+    """Sublayers [first, first + count) with one group of devices, or one group per slice."""
 
     first: int
     count: int
@@ -67,7 +67,7 @@ class Cover:
     stages: tuple[StageCover, ...]
     activation_s: float
     synchronisation_s: float
-    """beyond what late columns do while the pipe fills and drains"""
+    """beyond what late columns do while the pipeline fills and drains"""
     fill_s: float
     down_bytes: float
     up_bytes: float
@@ -80,7 +80,7 @@ class Cover:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Table:
-    """Everything about a fleet and a stack that does not depend on the times asked for."""
+    """Everything about a fleet and a stack of sublayers that does not depend on the requested times."""
 
     sums: SublayerSums
     profiles: Profiles
@@ -89,30 +89,30 @@ class Table:
     of: ShardCosts
     """one entry per kind of column"""
     whole: tuple[tuple[tuple[int, int], ...], ...]
-    """per sublayer: (count, kind) of the columns that may begin there"""
+    """per sublayer: (count, kind) of the columns that may start there"""
     sliced: tuple[tuple[tuple[int, int], ...], ...]
     """per sublayer: (slices, kind)"""
     row_s: Floats
-    """[kind, device]: of a row whose x is kept"""
+    """[kind, device]: seconds per row whose x is kept"""
     down_s: Floats
-    """[kind, device]: of a row's downloads, x sent twice"""
+    """[kind, device]: seconds of downloads per row if x is sent twice"""
     gained_s: Floats
-    """[kind, device]: what keeping as many x as fit saves"""
+    """[kind, device]: seconds saved by keeping as many x as fit"""
     fits: Bools
     sync_s: Floats
-    """[device]: of one trained number"""
+    """[device]: seconds per trained number"""
     flops_per_s: Floats
     times: int
-    """that weights travel down in a step"""
+    """how often weights are sent per step"""
 
     def kind(self, first: int, count: int, slices: int) -> int:
-        """Of a column that a cover may have."""
+        """Kind of one of the columns a cover may use."""
         options = self.whole[first] if slices == 1 else self.sliced[first]
         return next(kind for size, kind in options if size == (count if slices == 1 else slices))
 
 
 def make_table(profiles: Profiles, sums: SublayerSums, rows: int, chunk: int, *, is_held: bool) -> Table:
-    """`is_held`: weights stay from forward to backward; else they, and every x, travel twice."""
+    """With `is_held`, weights stay on devices from forward to backward; otherwise they and every x are sent twice."""
     length = len(sums)
     counts = sorted({count for count in (*_COUNTS, length) if count <= length})
     kinds: dict[tuple[float, ...], int] = {}
@@ -159,7 +159,7 @@ def make_table(profiles: Profiles, sums: SublayerSums, rows: int, chunk: int, *,
 
 
 def cover(table: Table, recipe: Recipe, seconds: float) -> tuple[StageCover, ...] | None:
-    """The columns that take the fewest devices, if the fleet can do it in `seconds` (without fill); else None."""
+    """The columns that need the fewest devices to finish in `seconds` (without fill); None if the fleet cannot."""
     activation_s, sync_s = seconds * (1 - recipe.sync_share), seconds * recipe.sync_share
     rows = _most_rows(table, activation_s)
     order = _sorted(table, recipe, rows, sync_s)
@@ -169,7 +169,7 @@ def cover(table: Table, recipe: Recipe, seconds: float) -> tuple[StageCover, ...
     goal = table.rows * (1 - 1e-9)
 
     def reach(kind: int, used: int, sublayer: int) -> int:
-        """How many devices are used once a column of that kind is covered too."""
+        """How many devices are used once another column of that kind is covered."""
         if used > most:
             return used
         found = sums(kind, sublayer)
@@ -226,7 +226,7 @@ def _sorted(table: Table, recipe: Recipe, rows: Floats, sync_s: float) -> Ints:
 
 
 def _row_sums(table: Table, recipe: Recipe, rows: Floats, order: Ints, sync_s: float) -> Callable[[int, int], Floats]:
-    """(kind, sublayer) -> rows that the first 0, 1, 2 ... devices can take in a column of that kind there."""
+    """(kind, sublayer) -> rows that the first 0, 1, 2, ... devices can take in a column of that kind there."""
     sums: dict[tuple[int, int], Floats] = {}
     length, number_s = len(table.sums), table.sync_s[order]
 
@@ -266,7 +266,7 @@ def _traced(
 
 
 def _trimmed(table: Table, kind: int, most: Floats) -> Floats:
-    """Rows that add up exactly, each device giving up its part of the surplus; whole sequences where they must be."""
+    """Trim rows to the exact total, each device giving up its share of the surplus; whole sequences where required."""
     rows = most * (table.rows / most.sum())
     if not table.of.takes_sequences[kind]:
         return rows
@@ -278,7 +278,7 @@ def _trimmed(table: Table, kind: int, most: Floats) -> Floats:
 
 
 def weigh(table: Table, stages: tuple[StageCover, ...], server: Server) -> Cover:
-    """What these columns truly take: the busiest device, the fill, and what synchronisation adds."""
+    """The actual time of these columns: the busiest device, the fill, and what synchronization adds."""
     of, profiles, terms = table.of, table.profiles, table.sums.terms
     row_bytes = table.sums.hidden * terms.activation_bytes
     link_s = 2 * row_bytes * (1 / profiles.down_bytes_per_s + 1 / profiles.up_bytes_per_s)

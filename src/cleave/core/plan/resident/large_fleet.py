@@ -1,9 +1,9 @@
-"""A training step in columns with resident weights, for fleets of any size.
+"""Plan a training step in columns with resident weights, for fleets of any size.
 
-The step is the plane tokens x parameters; a column of it stays where it is, and rows flow through. `cover` answers
-whether a fleet can do it in given times, `search` finds the times. A model that the fleet's memory does not hold at
-once goes in rounds, each a run of sublayers whose weights travel for forward and again for backward. What comes out is
-a frozen plan with its reasons; `plane` draws it, `step` weighs it against all other ways.
+The step is the plane tokens x parameters; its columns stay on devices, and rows flow through. `cover` answers whether
+a fleet can do it in given times, `search` finds the times. A model that the fleet's memory cannot hold at once is done
+in rounds, each a run of sublayers whose weights are sent for forward and again for backward. The result is a frozen
+plan with its reasons; `plane` draws it, `step` compares it with all other ways.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cleave.core.plan.resident.stages import Column, ColumnLimit, Holding, Resid
 from cleave.errors import InfeasibleError
 
 _ROUNDS = (1, 2, 4, 8)
-_PLENTY = 1.3  # memory for this many models: rounds are not worth a try
+_PLENTY = 1.3  # with memory for this many models, rounds are not worth trying
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +38,12 @@ class Round:
     plan: ResidentPlan
     recipe: Recipe
     synchronisation_s: float
-    """of the plan's busiest time, what weights and gradients take"""
+    """the part of the busiest device's time that weights and gradients take"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelPlan:
-    """A step of a named model in one round, or in several where memory cannot hold it at once."""
+    """A step of a named model in one round, or in several if memory cannot hold it at once."""
 
     shape: ModelShape
     tokens: int
@@ -51,7 +51,7 @@ class ModelPlan:
     wire: WireFormat
     rounds: tuple[Round, ...]
     bound_s: float
-    """every device one rectangle of tokens x parameters of any size, no fill: no columns can be faster"""
+    """one rectangle of tokens x parameters of any size per device, no fill: no columns can be faster"""
     left_out: dict[str, str]
     """device -> reason"""
 
@@ -69,7 +69,7 @@ class ModelPlan:
 
     @property
     def chunks(self) -> tuple[int, ...]:
-        """Tokens that travel together, in each round."""
+        """Tokens that travel together, per round."""
         return tuple(part.plan.chunk for part in self.rounds)
 
     @property
@@ -111,11 +111,11 @@ def plan_resident(
     server: Server | None = None,
     previous: ModelPlan | None = None,
 ) -> ModelPlan:
-    """The fastest columns found; with a `previous` plan only its rounds and its recipe are tried, which is quick."""
+    """The fastest columns found; with a `previous` plan, only its rounds and recipe are tried, which is quick."""
     server = server or Server()
     if previous is not None and previous.task != (shape, tokens, sequence, wire):
         previous = None
-    # in an order of its own, so that not even rounding depends on how the fleet is listed
+    # sort devices, so that not even rounding depends on the order of the fleet
     order = np.lexsort(
         (
             profiles.latency_s,
@@ -150,16 +150,16 @@ def plan_resident(
 
 
 class _Part(NamedTuple):
-    """A round found."""
+    """The cover found for one round."""
 
     first: int
-    """sublayer of the whole stack at which it begins"""
+    """its first sublayer, in the whole stack"""
     recipe: Recipe
     cover: Cover
 
 
 def _rounds(profiles: Profiles, whole: SublayerSums) -> list[int]:
-    """As few as memory allows and a few more; one where there is plenty."""
+    """Numbers of rounds to try: as few as memory allows and a few more; just one if memory is plentiful."""
     terms = whole.terms
     models = float(profiles.memory_bytes.sum() / ((terms.resident_bytes + terms.accumulator_bytes) * whole.sums[0, -1]))
     if models > _PLENTY:
@@ -171,7 +171,7 @@ def _rounds(profiles: Profiles, whole: SublayerSums) -> list[int]:
 def _in_rounds(
     profiles: Profiles, whole: SublayerSums, tokens: int, server: Server, rounds: int, previous: ModelPlan | None
 ) -> tuple[_Part, ...] | None:
-    """Every round of the stack planned; equal ones once."""
+    """Plan every round of the stack; equal ones only once."""
     layers = len(whole) // 2
     cuts = [2 * (number * layers // rounds) for number in range(rounds)] + [len(whole)]
     plans: dict[tuple[object, ...], Found | None] = {}
@@ -237,9 +237,9 @@ def _left_out(profiles: Profiles, parts: tuple[_Part, ...]) -> dict[str, str]:
         reasons[profiles.names[device]] = (
             "memory: too small for a column that its links could serve"
             if cramped[device]
-            else "uplink: no column's weights and rows would be through in time"
+            else "uplink: too slow to finish any column's weights and rows in time"
             if slow[device]
-            else "speed: the columns are full with devices that can take more rows x weights"
+            else "speed: the columns are filled by devices that can take more rows x weights"
         )
     return reasons
 

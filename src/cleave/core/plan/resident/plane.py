@@ -1,7 +1,7 @@
-"""A plan of columns as what it is: a tiling of the plane tokens x parameters, and what one more device would add to it.
+"""A plan of columns as a tiling of the plane tokens x parameters, and the value of one more device.
 
 Parameters run along one side in the order of the sublayers (a slice is a part of its sublayer), tokens along the other;
-a device's unit is a rectangle of whole tokens. For reports, pictures and tests; no search, no seconds of its own.
+a device's unit is a rectangle of whole tokens. For reports, pictures and tests: no search, no cost formulas.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _QUARTERS = ("slowest quarter", "second quarter", "third quarter", "fastest quar
 
 
 class Tile(NamedTuple):
-    """What one device does in one round."""
+    """The work of one device in one round."""
 
     device: DeviceId
     stage: int
     part: int
-    """which slice of the stage"""
+    """index of the slice in the stage"""
     params: tuple[float, float]
     tokens: tuple[int, int]
 
 
 def tiles(plan: ModelPlan) -> tuple[Tile, ...]:
-    """One for each device in each round, column by column."""
+    """One tile per device and round, column by column."""
     sizes = [sublayer.params for sublayer in sublayers_of(plan.shape)]
     begins = np.concatenate([[0], np.cumsum(sizes)])
     found: list[Tile] = []
@@ -50,9 +50,9 @@ def tiles(plan: ModelPlan) -> tuple[Tile, ...]:
 
 
 def worth_of_one_more(plan: ModelPlan, profiles: Profiles) -> dict[str, float]:
-    """Seconds that one more device of each kind would save: the usual one of a class, or of a quarter by uplink.
+    """Seconds that one more device of each kind would save: the typical one of a class, or of a quartile by uplink.
 
-    By how much the fluid bound falls, in proportion: a plan of a thousand devices moves in steps coarser than one.
+    Scaled from the drop of the fluid bound: a plan of a thousand devices changes in steps coarser than one device.
     """
     shape = plan.shape
     whole = sum_up(sublayers_of(shape), hidden=shape.hidden, sequence=plan.sequence, terms=lean_terms(plan.wire))

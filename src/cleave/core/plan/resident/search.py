@@ -1,8 +1,8 @@
-"""The search for a good cover: times bisected, and everything else of a recipe tried one after another.
+"""Search for a good cover: bisect the times, and vary the other parameters of a recipe one at a time.
 
-How much of the step goes to synchronisation, how long columns are, how many devices take part, the chunk, what late
-columns may take longer: each is varied around the best recipe so far, from a usual start. A candidate that cannot beat
-the best costs one pass. `resident` calls it for each round of a step; the fluid bound it starts from is here too.
+The share of the step for synchronization, the length of columns, the number of devices, the chunk, the slack of late
+columns: each is varied around the best recipe so far, from a typical start. A candidate that cannot beat the best costs
+one pass. `large_fleet` calls it for each round of a step. The fluid bound it starts from is here too.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHUNKS = (16, 32, 64, 128, 256, 512, 1024)
 _USUAL_CHUNK = 64
 _COARSE, _FINE = 1.03, 1.006
 _MOST_SECONDS = 1e8
-_FEW = 256  # devices: one more or less matters
+_FEW = 256  # up to this many devices, one more or less matters
 _SPLITS = np.linspace(0.02, 0.9, 45)
 
 
@@ -34,10 +34,10 @@ class Found:
 
 
 def area_bound_s(profiles: Profiles, of: SublayerSums, tokens: int, *, is_held: bool, tolerance: float = 1e-3) -> float:
-    """The least time in which devices with one rectangle r x w each could tile the plane, whatever its borders.
+    """The least time in which devices with one rectangle r x w each could tile the plane, ignoring borders.
 
-    A rectangle takes 2 h r numbers each way and w of them for weights, in separate parts of the time. The head's rows
-    cost less, so it is left out of the area; memory counts only where weights are held (`is_held`).
+    A rectangle moves 2 h r numbers each way for rows and w for weights, in separate parts of the time. The head's rows
+    cost less, so it is left out of the area; memory counts only if weights are held (`is_held`).
     """
     terms = of.terms
     head = sum(sublayer.params for sublayer in of.sublayers if sublayer.kind == "head")
@@ -51,7 +51,7 @@ def area_bound_s(profiles: Profiles, of: SublayerSums, tokens: int, *, is_held: 
 
     def reached(seconds: float) -> float:
         flowing = seconds * (1 - _SPLITS[:, None])
-        # the next split's synchronisation, so that no split between two is missed
+        # use the next split's synchronization, so that the bound holds for splits in between
         weights = np.minimum(seconds * np.append(_SPLITS[1:], 1.0)[:, None] / sync_s, most)
         rows = np.minimum(flowing / row_s, tokens)
         return float(np.minimum(rows * weights, flowing * profiles.flops_per_s / param_flops).max(axis=0).sum())
@@ -64,7 +64,7 @@ def area_bound_s(profiles: Profiles, of: SublayerSums, tokens: int, *, is_held: 
 
 
 def _least_flops_per_param(of: SublayerSums) -> float:
-    """FLOPs of a row with one parameter, in the sublayer where they are fewest; the head aside."""
+    """FLOPs per row and parameter, in the sublayer where they are fewest; without the head."""
     inner = np.array([number for number, one in enumerate(of.sublayers) if one.kind != "head"], dtype=np.int64)
     if len(inner) == 0:
         return 1.0
@@ -73,7 +73,7 @@ def _least_flops_per_param(of: SublayerSums) -> float:
 
 
 class Search:
-    """The best cover so far, and the tables it was looked for in."""
+    """The best cover so far, and the tables used to find it."""
 
     def __init__(self, profiles: Profiles, part: SublayerSums, tokens: int, server: Server, *, is_held: bool) -> None:
         self._profiles = profiles
@@ -86,7 +86,7 @@ class Search:
         self._start_s = area_bound_s(profiles, part, tokens, is_held=is_held)
 
     def repeated(self, recipe: Recipe, stages: tuple[Stage, ...]) -> Found | None:
-        """With a recipe used before; the stages it gave then, as they stand, if none are faster."""
+        """Search with an earlier recipe; keep the stages it gave then if none are faster."""
         self._bisect(recipe, _FINE)
         standing = self._standing(recipe.chunk, stages)
         if standing is not None:
@@ -94,7 +94,7 @@ class Search:
         return self._best
 
     def _standing(self, chunk: int, stages: tuple[Stage, ...]) -> tuple[StageCover, ...] | None:
-        """The same columns on today's fleet, if all of their devices are there and hold them."""
+        """The same columns on the current fleet, if all of their devices are connected and can still hold them."""
         table, first = self._table(chunk), stages[0].first
         drafted = drafts(stages, self._profiles.names)
         covers: list[StageCover] = []
@@ -110,12 +110,12 @@ class Search:
         return tuple(covers) or None
 
     def best(self) -> Found | None:
-        """A coarse look at columns of every length, then one quantity after another around the best."""
+        """Scan columns of every length coarsely, then vary one parameter at a time around the best."""
         length = len(self._part)
         for least in (0, 1, 2, 4, 8, length):
             for selected in (1.0, 0.25) if len(self._profiles) >= 1024 else (1.0, 0.5):
                 self._try(Recipe(least_count=least, selected=selected, chunk=self._usual_chunk), _COARSE)
-                if self._best is None:  # what all devices and slices cannot hold, nothing else can
+                if self._best is None:  # if all devices with slices cannot hold it, nothing can
                     return None
         for tolerance in (_COARSE, _FINE):
             for recipe in self._around():
@@ -129,7 +129,7 @@ class Search:
         return min(_USUAL_CHUNK, self._part.sequence)
 
     def _around(self) -> Iterator[Recipe]:
-        """Changes of the best recipe, which may be another each time."""
+        """Variations of the best recipe, which may change after each one."""
 
         def best() -> Recipe | None:
             return self._best.recipe if self._best else None
@@ -156,7 +156,7 @@ class Search:
             yield replace(recipe, order="weights" if recipe.order == "work" else "work")
 
     def _try(self, recipe: Recipe, tolerance: float) -> None:
-        """Search that recipe's times only if it can do better than the best: one pass tells."""
+        """Bisect a recipe's times only if one pass shows that it can beat the best."""
         if self._best is None:
             self._bisect(recipe, tolerance)
             return
@@ -179,7 +179,7 @@ class Search:
             low_s, high_s = (low_s, middle_s) if self._attempt(recipe, middle_s) else (middle_s, high_s)
 
     def _attempt(self, recipe: Recipe, seconds: float) -> bool:
-        """Whether there is such a cover; it is remembered if it is the best."""
+        """Whether such a cover exists; remember it if it is the best."""
         stages = cover(self._table(recipe.chunk), recipe, seconds)
         if stages is not None:
             self._remember(recipe, stages)

@@ -1,9 +1,9 @@
-"""Columns for the few devices of a live server: who holds which sublayers, searched nearly exhaustively.
+"""Columns for the few devices of a live server: which device holds which sublayers, searched nearly exhaustively.
 
-Devices are put into a few natural orders; along each, a dynamic programme finds for every number of stages and every
-number of devices the cut of the sublayers whose busiest column is through first. Each such arrangement is then judged
-whole (fill, server, medium), so that data parallel, a pipeline, slices and all between compete on equal terms. Whoever
-holds something keeps it unless another arrangement is clearly faster. Knows neither shapes nor sockets.
+Devices are put into a few natural orders; along each, a dynamic program finds, for every number of stages and devices,
+the cut of the sublayers whose busiest column finishes first. Each such arrangement is then judged as a whole (fill,
+server, medium), so that data parallel, a pipeline, slices and everything in between compete on equal terms. Devices
+keep what they hold unless another arrangement is clearly faster. Knows neither shapes nor sockets.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from cleave.errors import InfeasibleError, InputError
 
 CHUNKS = (16, 32, 64, 128, 256)
 
-_WORTH_MOVING = 0.7  # another arrangement must be this much faster: rates waver, and weights would have to travel
-_STEPS_PER_E = 4  # rates within about a quarter count as equal when devices are put in order
+_WORTH_MOVING = 0.7  # another arrangement must take less than this share: rates fluctuate, and weights must be sent
+_STEPS_PER_E = 4  # rates within about a quarter count as equal when devices are sorted
 _FINALISTS = 3
 _FEW = 5
-_MANY = 24  # from here on the dynamic programme would take seconds
+_MANY = 24  # beyond this many devices the dynamic program would take seconds
 _USUAL_CHUNK = 64
 
 
@@ -48,11 +48,11 @@ def plan_columns(
     chunks: Sequence[int] = CHUNKS,
     previous: ResidentPlan | None = None,
 ) -> ResidentPlan:
-    """The fastest arrangement found; `previous`, if it still fits, unless that one takes 30 % less.
+    """The fastest arrangement found; or `previous`, if it still fits and the new one saves less than 30%.
 
-    `medium_bytes_per_s` is one medium shared by everything down and up, such as a Wi-Fi; `cores` how many devices can
-    compute at once, if they are on one machine. Devices are numbered as in `profiles`; each is in one column at most,
-    and one that would only slow the step down in none.
+    `medium_bytes_per_s` is one medium shared by all traffic, such as a Wi-Fi network; `cores` is how many devices can
+    compute at once, if they are on one machine. Devices are numbered as in `profiles`; each is in at most one column,
+    and in none if it would only slow the step down.
     """
     if not sublayers or min(hidden, sequences, sequence, *chunks) < 1:
         raise InputError(
@@ -106,7 +106,7 @@ def _best(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | None:
 
 
 def _best_of_many(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | None:
-    """As `resident` does, with the terms of live devices; the medium counts only once columns are found."""
+    """Search as for large fleets, with the terms of live devices; the medium counts only once columns are found."""
     search = Search(problem.profiles, problem.sums, problem.rows, problem.server, is_held=True)
     found = search.best()
     if found is None:
@@ -120,7 +120,7 @@ def _best_of_many(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | Non
 
 
 def _orders(profiles: Profiles) -> list[Ints]:
-    """Strongest first: by compute x uplink, by memory, few devices by each rate too; near-equals keep their place."""
+    """Orders, strongest first: by compute x uplink, by memory and, in small fleets, by each rate; ties keep order."""
     worth, memory = profiles.flops_per_s * profiles.up_bytes_per_s, profiles.memory_bytes
     keys = [worth, memory, profiles.flops_per_s, profiles.up_bytes_per_s]
     orders = [
@@ -131,10 +131,10 @@ def _orders(profiles: Profiles) -> list[Ints]:
 
 
 def _arrangements(problem: Problem, order: Ints, chunk: int) -> list[tuple[float, Callable[[], list[Draft]]]]:
-    """By the busiest column's seconds: the best cut for every number of stages and of devices, strongest first or last.
+    """The best cut for every number of stages and devices, strongest first or last; sorted by the busiest column.
 
-    f[g, i, p] = min over j, q of max(f[g-1, j, q], seconds of devices j..i with sublayers q..p); to have the strongest
-    last, the same from the last sublayer to the first.
+    f[g, i, p] = min over j, q of max(f[g-1, j, q], seconds of devices j..i with sublayers q..p). With the strongest
+    last, the same runs from the last sublayer to the first.
     """
     seconds, slices = _column_seconds(problem, order, chunk)
     found: list[tuple[float, Callable[[], list[Draft]]]] = []
@@ -156,7 +156,7 @@ def _one_more_stage(reached: Floats, seconds: Floats, count: int) -> tuple[Float
     cuts = reached.shape[1]
     then, choice = np.full_like(reached, inf), np.zeros(reached.shape, dtype=np.int64)
     for last in range(count, len(reached)):
-        # whoever went before needed at least one device and one sublayer a stage
+        # each earlier stage needed at least one device
         worst = np.maximum(reached[count - 1 : last, :, None], seconds[count - 1 : last, last - 1]).reshape(-1, cuts)
         picked = worst.argmin(axis=0)
         then[last] = worst[picked, np.arange(cuts)]
@@ -179,7 +179,7 @@ def _traced(order: Ints, choices: tuple[Ints, ...], slices: Ints, last: int, is_
 
 
 def _column_seconds(problem: Problem, order: Ints, chunk: int) -> tuple[Floats, Ints]:
-    """[j, i, q, p]: until devices order[j..i] are through sublayers q..p; [j, i, q]: slices of one sublayer then."""
+    """[j, i, q, p]: seconds of devices order[j..i] for sublayers q..p; [j, i, q]: slices, if that is one sublayer."""
     devices, length = len(order), len(problem.sums)
     j, i = np.triu_indices(devices)
     place = np.argsort(order)
@@ -212,7 +212,7 @@ def _column_seconds(problem: Problem, order: Ints, chunk: int) -> tuple[Floats, 
 
 
 def _seconds(problem: Problem, first: Ints, count: Ints, slices: Ints, members: Bools, chunk: int) -> Floats:
-    """[column, run]: until the members of each column, one of so many slices, are through each run of sublayers."""
+    """[column, run]: seconds of each column's members for each run of sublayers, as one of `slices` slices."""
     columns, runs = len(members), len(first)
     shards = np.tile(first, columns), np.tile(count, columns), np.repeat(slices, runs)
     of = shard_costs(problem.sums, *shards, chunk=chunk)

@@ -1,9 +1,9 @@
-"""Plans of resident shards, and what an arrangement of them costs on given devices.
+"""Plans of resident shards, and the cost of an arrangement on given devices.
 
 A stage is a run of sublayers, or one sublayer in slices; each of its shards is held by one or more devices that share
 the rows: a column. Chunks of tokens flow through the stages one after another, so a step takes as long as the busiest
-device (or the server's links, or a medium that all share) plus the time the first chunk needs to get through and back:
-the fill. Judges an arrangement; `small_fleet` and `large_fleet` find one.
+device (or the server's links, or a shared medium) plus the time the first chunk needs to get through and back: the
+fill. This module judges arrangements; `small_fleet` and `large_fleet` find them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Holding(NamedTuple):
 
     device: DeviceId
     sequences: float
-    """how many of the step's sequences it should take: its speed relative to the others with the same shard"""
+    """its share of the step's sequences: its speed relative to the other devices with the same shard"""
 
 
 class Column(NamedTuple):
@@ -52,7 +52,7 @@ class Stage:
 
     @property
     def count(self) -> int:
-        """Sublayers."""
+        """Number of sublayers."""
         return self.columns[0].shard.count
 
     @property
@@ -66,13 +66,13 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentPlan:
-    """Which devices hold which shards, and the seconds and bytes that are predicted for a step."""
+    """Which devices hold which shards, and the predicted seconds and bytes of a step."""
 
     stages: tuple[Stage, ...]
     chunk: int
     """tokens that travel together"""
     busiest_s: float
-    """until the last device, or the server, or the medium, is through"""
+    """until the last device, the server or the medium finishes"""
     fill_s: float
     """one chunk forward through all stages and back"""
     down_bytes: float
@@ -90,7 +90,7 @@ class ResidentPlan:
 
     @property
     def arrangement(self) -> tuple[int, tuple[tuple[tuple[Shard, tuple[DeviceId, ...]], ...], ...]]:
-        """Chunk and holders of every shard: equal for plans that differ only in what they predict."""
+        """Chunk and holders of every shard: equal for plans that differ only in their predictions."""
         return self.chunk, tuple(
             tuple((shard, tuple(holding.device for holding in holdings)) for shard, holdings in stage.columns)
             for stage in self.stages
@@ -99,16 +99,16 @@ class ResidentPlan:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A stage during a search: devices are numbers in the fleet's profiles, rows are not shared yet."""
+    """A stage during a search: devices are indices into the fleet's profiles, rows are not shared yet."""
 
     first: int
     count: int
     members: tuple[tuple[int, ...], ...]
-    """of each slice"""
+    """devices per slice"""
 
 
 def drafts(stages: Sequence[Stage], names: Sequence[str]) -> list[Draft] | None:
-    """Stages of an earlier plan in terms of today's fleet; None where one of their devices is gone."""
+    """Stages of an earlier plan in terms of the current fleet; None if one of their devices is gone."""
     places = {name: number for number, name in enumerate(names)}
     if not all(device in places for stage in stages for device in stage.devices):
         return None
@@ -124,7 +124,7 @@ def drafts(stages: Sequence[Stage], names: Sequence[str]) -> list[Draft] | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Problem:
-    """What an arrangement is judged on."""
+    """The work and the fleet that arrangements are judged on."""
 
     sums: SublayerSums
     sequences: int
@@ -132,7 +132,7 @@ class Problem:
     server: Server
     medium_bytes_per_s: float
     cores: float = np.inf
-    """how many devices can compute at once: those on one machine share its cores"""
+    """how many devices can compute at once; devices on one machine share its cores"""
 
     @property
     def rows(self) -> int:
@@ -143,17 +143,17 @@ class Paces(NamedTuple):
     """Seconds of devices (second axis) in columns (first axis)."""
 
     row_s: Floats
-    """for each row"""
+    """per row"""
     fixed_s: Floats
-    """weights down and gradients up, however many rows"""
+    """weights down and gradients up, independent of rows"""
     able: Bools
     """members whose memory holds the column"""
     kept: Floats
-    """rows whose x stays there for backward"""
+    """rows whose x stays on the device for backward"""
 
 
 def paces(problem: Problem, of: ShardCosts, members: Bools, chunk: int) -> Paces:
-    """How fast each device would go through each column; `members` has a row per column, an entry per device."""
+    """Pace of each device in each column; `members` has a row per column and an entry per device."""
     profiles = problem.profiles
     down, up = profiles.down_bytes_per_s, profiles.up_bytes_per_s
     flops = effective_flops_per_s(profiles.flops_per_s, chunk, problem.sums.terms)
@@ -172,10 +172,10 @@ def paces(problem: Problem, of: ShardCosts, members: Bools, chunk: int) -> Paces
 
 
 def share_rows(pace: Paces, sequences: int, sequence: int, whole: Bools) -> tuple[Floats, Floats]:
-    """(seconds until each column is through, rows of each device); infinite where no member can hold it.
+    """(seconds until each column finishes, rows per device); infinite if no member can hold the column.
 
-    All with rows end together: sum (T - fixed) / row_s = rows, and who would have less than none gets none. Where rows
-    come as whole sequences (`whole`, an entry per column), the fractions go, one each, to whoever would end first.
+    All devices with rows finish together: sum (T - fixed) / row_s = rows; a negative share becomes 0. Where rows come
+    as whole sequences (`whole`, an entry per column), the leftover ones go to the devices that would finish first.
     """
     rate = np.where(pace.able, 1 / pace.row_s, 0.0)
     fixed = np.where(pace.able, pace.fixed_s, _NEVER_S)
@@ -198,7 +198,7 @@ def share_rows(pace: Paces, sequences: int, sequence: int, whole: Bools) -> tupl
 
 
 def judge(problem: Problem, stages: Sequence[Draft], chunk: int) -> ResidentPlan | None:
-    """The plan these stages make, with rows shared; None where memory does not hold it."""
+    """The plan that these stages make, with rows shared; None if memory does not hold it."""
     shared = _share(problem, stages, chunk)
     if shared is None:
         return None
@@ -234,7 +234,7 @@ class _Shared:
     of: ShardCosts
     pace: Paces
     ends_s: Floats
-    """when each column is through"""
+    """when each column finishes"""
     rows: Floats
     flops_per_s: Floats
     down: Floats
@@ -253,7 +253,7 @@ class _Shared:
 
 
 def _share(problem: Problem, stages: Sequence[Draft], chunk: int) -> _Shared | None:
-    """Share the rows of every column; None where no member can hold one."""
+    """Share the rows of every column; None if no member can hold one."""
     profiles, sums = problem.profiles, problem.sums
     columns = [(stage, group) for stage in stages for group in stage.members]
     members = np.zeros((len(columns), len(profiles)), dtype=np.bool_)
@@ -279,14 +279,14 @@ def _share(problem: Problem, stages: Sequence[Draft], chunk: int) -> _Shared | N
 
 
 class _Hops(NamedTuple):
-    """Seconds of the way from stage to stage."""
+    """Seconds of travel from stage to stage."""
 
     fill_s: float
     """until the busiest column has its first chunk, and from its last one to the end"""
     journey_s: float
-    """of one sequence, there and back"""
+    """one sequence, forward and back"""
     waiting_s: float
-    """of that, latency"""
+    """the latency in that, of all stages"""
 
 
 def _hops(problem: Problem, shared: _Shared, chunk: int) -> _Hops:
@@ -297,7 +297,7 @@ def _hops(problem: Problem, shared: _Shared, chunk: int) -> _Hops:
     latency_s = 2 * part @ profiles.latency_s
     compute_s = of.flops_per_row * (part @ (1 / shared.flops_per_s))
     stage_s = np.maximum.reduceat(latency_s + chunk * (part @ (2 * row_bytes * link_s) + compute_s), shared.begins)
-    # the busiest column's share of the first chunk is part of its work already
+    # the busiest column's share of the first chunk is already part of its work
     counted_s = chunk * float(part[shared.busiest] @ shared.pace.row_s[shared.busiest])
     chunks = -(-sums.sequence // chunk)
     return _Hops(
@@ -308,7 +308,7 @@ def _hops(problem: Problem, shared: _Shared, chunk: int) -> _Hops:
 
 
 def _limit(problem: Problem, shared: _Shared, hops: _Hops) -> tuple[ColumnLimit, float]:
-    """What a step waits for longest, and for how long beside the filling of the pipeline."""
+    """The bottleneck of a step, and its seconds without the pipeline's fill."""
     profiles, of, busiest = problem.profiles, shared.of, shared.busiest
     down_bytes, up_bytes = float(shared.down.sum()), float(shared.up.sum())
     parts_s: dict[ColumnLimit, float] = {
