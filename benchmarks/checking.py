@@ -32,17 +32,20 @@ _SEQUENCES, _SEQUENCE = 8, 256
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--devices", type=int, nargs="+", default=[2, 1], help="device processes, one thread each")
     parser.add_argument("--wires", nargs="+", default=["fp32", "bf16"], choices=get_args(WireFormat))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    print("| model | wire | step, checked | step, unchecked | checked / unchecked | CPU of checks / step |")
-    print("|---|---|---|---|---|---|")
+    print("| model | devices | wire | step, checked | step, unchecked | checked / unchecked | CPU of checks / step |")
+    print("|---|---|---|---|---|---|---|")
     for name, shape in _MODELS.items():
-        for wire in options.wires:
-            print(f"| {name} | {wire} | {_measured(shape, wire, options.rounds)} |", flush=True)
+        for devices in options.devices:
+            for wire in options.wires:
+                found = _measured(shape, devices, wire, options.rounds)
+                print(f"| {name} | {devices} | {wire} | {found} |", flush=True)
 
 
-def _measured(shape: tuple[int, int, int], wire: WireFormat, rounds: int) -> str:
+def _measured(shape: tuple[int, int, int], devices: int, wire: WireFormat, rounds: int) -> str:
     hidden, inner, layers = shape
     config = LlamaConfig(
         vocab_size=256,
@@ -56,7 +59,7 @@ def _measured(shape: tuple[int, int, int], wire: WireFormat, rounds: int) -> str
     checked: list[float] = []
     unchecked: list[float] = []
     cpu: list[float] = []
-    with Fleet.local(2, wire=wire) as fleet:
+    with Fleet.local(devices, wire=wire) as fleet:
         model = distribute(LlamaForCausalLM(config), fleet, grain="gemm")
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(2):
@@ -69,9 +72,7 @@ def _measured(shape: tuple[int, int, int], wire: WireFormat, rounds: int) -> str
                 unchecked.append(_step_s(model, optimizer))
     ratio = statistics.median(a / b for a, b in zip(checked, unchecked, strict=True))
     share = statistics.median(c / s for c, s in zip(cpu, checked, strict=True))
-    return (
-        f"{statistics.median(checked):.3f} s | {statistics.median(unchecked):.3f} s | {ratio - 1:+.1%} | {share:.1%}"
-    )
+    return f"{statistics.median(checked):.3f} s | {statistics.median(unchecked):.3f} s | {ratio - 1:+.1%} | {share:.1%}"
 
 
 def _decode_only(self: GemmResults, task: Task, part: Rectangle, payload: object, *, is_strict: bool) -> Matrix:

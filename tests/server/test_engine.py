@@ -20,7 +20,7 @@ from cleave.core.plan.choose import Local, PassWork, Setting, choose_layer, plan
 from cleave.errors import CleaveError, InfeasibleError
 from cleave.events import Recovered
 from cleave.protocol.numbers import NumpyCodec
-from cleave.server.contract import Run
+from cleave.server.contract import Closed, Run
 from cleave.server.fleet_view import FleetView
 from cleave.server.gemm.product import Product
 from cleave.server.gemm.run import GemmRun
@@ -175,6 +175,17 @@ def test_a_resident_pass_on_a_thousand_devices_completes_despite_departures(depa
     assert len(fleet.driver.workers) > DEVICES // 2, "the work is spread"
     recovered = {event.device for event in fleet.driver.told if isinstance(event, Recovered)}
     assert bool(recovered) == bool(departures)
+    fleet.assert_nothing_is_left()
+
+
+def test_a_plan_for_a_run_that_failed_meanwhile_starts_nothing() -> None:
+    fleet = Fleet(4)
+    model = decoder()
+    run = fleet.resident(model, batch_of(model, fleet.operands))
+    fleet.driver.post(Closed(CleaveError("the server closed")))
+    fleet.driver.run_until(lambda: fleet.driver.is_quiet)
+    assert isinstance(run.returned.exception(), CleaveError)
+    assert not fleet.driver.workers
     fleet.assert_nothing_is_left()
 
 

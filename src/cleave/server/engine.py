@@ -123,7 +123,8 @@ class Engine:
                 if self._goes_on(run, fault, "work could not be audited"):
                     self._ask(run, run.audited, case, reason, self._now)
             case Planned(run, plan):
-                self._ask(run, run.planned, plan, self._now)
+                if run in self._runs:  # else it failed during planning
+                    self._ask(run, run.planned, plan, self._now)
             case WaitedInVain(error):
                 for run in list(self._parked):
                     self._end_with(run, error)

@@ -66,7 +66,7 @@ class PlanProcess:
             pickle.dump(call, process.stdin)
             process.stdin.flush()
             return cast("tuple[object, Exception | None]", pickle.load(process.stdout))
-        except (OSError, EOFError, ValueError):  # killed, or its pipes are gone
+        except (OSError, EOFError, ValueError, pickle.UnpicklingError):  # killed, or its pipes are gone
             return None
 
 

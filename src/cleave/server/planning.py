@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
 
@@ -135,12 +136,14 @@ class Planning:
         Raises InfeasibleError if no device can do it.
         """
         _, profiles = self._fleet()
+        plan: ResidentPlan | None = None
         if barred:
-            try:
-                return self._place(work, _without(profiles, {*unable, *barred}))
-            except InfeasibleError:
-                pass
-        return self._place(work, _without(profiles, unable))
+            with suppress(InfeasibleError):
+                plan = self._place(work, _without(profiles, {*unable, *barred}))
+        plan = plan or self._place(work, _without(profiles, unable))
+        with self._lock:
+            self._remember(work, plan)
+        return plan
 
     def close(self) -> None:
         self._process.close()
@@ -182,7 +185,6 @@ class Planning:
             plan = plan_pass(work, profiles, self._setting, previous=previous, arrange=self._arrange)
         else:
             plan = self._call(profiles, plan_pass, work, profiles, self._setting, previous=previous)
-        self.latest = plan
         return plan
 
     def _remember(self, work: PassWork, plan: ResidentPlan) -> None:
@@ -194,10 +196,11 @@ class Planning:
 
     def _previous(self, work: PassWork) -> ResidentPlan | None:
         """Return the plan by which devices hold these layers, for such a batch or another one of the same decoder."""
-        found = self._standing.get(work)
+        with self._lock:
+            found, standing = self._standing.get(work), list(self._standing.items())
         if found is not None:
             return found
-        for other, plan in reversed(self._standing.items()):
+        for other, plan in reversed(standing):
             if other.decoder.hidden == work.decoder.hidden and other.decoder.parts == work.decoder.parts:
                 return _for_decoder(plan, work.decoder, other.decoder)
         return None

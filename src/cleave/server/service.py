@@ -64,6 +64,7 @@ class Service:
         self._guessing = asyncio.Semaphore(1)
         self._stays: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
+        self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name="cleave-server", daemon=True)
 
     @property
@@ -77,13 +78,15 @@ class Service:
         self._started.wait()
 
     def stop(self, reason: str, *, rejoin: bool) -> None:
-        if not self._thread.is_alive():
+        if self._is_stopped:
             return
-        closing = asyncio.run_coroutine_threadsafe(self.cluster.close(reason, rejoin=rejoin), self._loop)
-        with contextlib.suppress(TimeoutError):
-            closing.result(_STOP_S)
-        self._loop.call_soon_threadsafe(self._stopping.set)
-        self._thread.join(_STOP_S)
+        self._is_stopped = True
+        if self._thread.is_alive():
+            closing = asyncio.run_coroutine_threadsafe(self.cluster.close(reason, rejoin=rejoin), self._loop)
+            with contextlib.suppress(TimeoutError):
+                closing.result(_STOP_S)
+            self._loop.call_soon_threadsafe(self._stopping.set)
+            self._thread.join(_STOP_S)
         process_settings.release()
 
     def _run(self) -> None:

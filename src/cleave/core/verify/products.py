@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import sqrt
-from typing import Final
+from typing import Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +30,7 @@ from cleave.core.cost.wire import WireFormat
 from cleave.core.model.batch import Matrix
 
 Floats = NDArray[np.float64]
+Reals = NDArray[np.floating]
 Ints = NDArray[np.intp]
 
 GROUP: Final = 128
@@ -51,7 +52,8 @@ _ROWS_AT_ONCE: Final = 16
 """Rows in doubt are recomputed this many at a time, until one is wrong."""
 _SAMPLED_ROWS, _ALWAYS_SAMPLED_ROWS = 4, 64
 _SAMPLED_PEAKS: Final = 8
-_TINY: Final = 1e-300
+_LEAST_LENGTH: Final = np.float32(1e-30)
+"""Of a projected operand; shorter ones count as this long, which only lowers a lower bound."""
 _ZERO: Final[Floats] = np.zeros(())
 _BAND_ELEMENTS: Final = 1 << 17
 """Elements that stay in cache from one pass to the next."""
@@ -80,7 +82,7 @@ class Projection:
 
     def __init__(self, b: Matrix, r: Matrix, group: int) -> None:
         self._b, self.r, self.group = b, r, group
-        self.s: Matrix = _fold(b, r, group, norms=False)[0]
+        self.s: Matrix = _fold(b, r, group, "none")[0]
         """op(B) r per group of columns, [G, K]."""
         self._starts = np.arange(0, len(r), group)
         self._merged: dict[tuple[int, int], tuple[Matrix, float]] = {}
@@ -88,7 +90,7 @@ class Projection:
     @cached_property
     def norms(self) -> Floats:
         """max(|B|_F, |s|) per group, [G]; times |A_i| it bounds both |C_i| and |A_i s|."""
-        return np.maximum(np.sqrt(np.square(_fold(self._b, self.r, self.group)[1]).sum(axis=1)), self.sights)
+        return np.maximum(np.sqrt(np.square(_fold(self._b, self.r, self.group, "exact")[1]).sum(axis=1)), self.sights)
 
     @cached_property
     def sights(self) -> Floats:
@@ -115,6 +117,8 @@ class Projection:
 
 
 Term = tuple[Rows, Projection]
+Norms = Literal["none", "quick", "exact"]
+"""Quick ones are in fp32, which may over- or underflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,13 +230,17 @@ def _glance_merged(c: Matrix, terms: Sequence[Term], left: int, groups: slice) -
 
 def _glance(c: Matrix, terms: Sequence[Term], format: WireFormat, left: int, groups: slice) -> Ints:
     shared = terms[0][1]
-    error, sizes = _fold(c, shared.r[left : left + c.shape[1]], shared.group, norms=format != "int8")
-    lower_bound = np.zeros(error.shape)
+    norms = "none" if format == "int8" else "quick"
+    error, sizes = _fold(c, shared.r[left : left + c.shape[1]], shared.group, norms)
+    lower_bound = np.zeros_like(error)
     for rows, projection in terms:
         projected = (rows.matrix @ projection.s[groups].T).T
         error -= projected
-        lengths = projection.sights[groups, None]
-        lower_bound += lengths * (np.abs(projected) / np.maximum(lengths, _TINY)).max(axis=0)
+        lengths = projection.sights[groups, None].astype(np.float32)
+        np.abs(projected, out=projected)
+        projected /= np.maximum(lengths, _LEAST_LENGTH)
+        lower_bound += lengths * projected.max(axis=0)
+    lower_bound[~(lower_bound < _MAX_VALUE["fp32"])] = 0  # overflow proves nothing: leave the row in doubt
     np.abs(error, out=error)
     doubt = np.flatnonzero(~(error <= _tolerance(lower_bound, sizes, c, terms, format, groups)).all(axis=0))
     if len(doubt):
@@ -263,7 +271,7 @@ def check(c: Matrix, terms: Sequence[Term], format: WireFormat, left: int = 0) -
     assert all(projection.r is shared.r for _, projection in terms), "terms of one product share their columns"
     groups = slice(left // width, -(-right // width))
     with np.errstate(over="ignore", invalid="ignore"):
-        error, sizes = _fold(c, shared.r[left:right], width, norms=format in ("bf16", "fp16"))
+        error, sizes = _fold(c, shared.r[left:right], width, "exact" if format in ("bf16", "fp16") else "none")
         bound = np.zeros(error.shape)
         for rows, projection in terms:
             projected = projection.s[groups].T
@@ -293,11 +301,11 @@ def check(c: Matrix, terms: Sequence[Term], format: WireFormat, left: int = 0) -
 
 
 def _tolerance(
-    bound: Floats, sizes: Floats, c: Matrix, terms: Sequence[Term], format: WireFormat, groups: slice
-) -> Floats:
-    """Compute tolerances from T (`bound`) and |C_i| (`sizes`) per group and row."""
+    bound: Reals, sizes: Reals, c: Matrix, terms: Sequence[Term], format: WireFormat, groups: slice
+) -> Reals:
+    """Compute tolerances from T (`bound`) and |C_i| (`sizes`) per group and row, in the precision of `bound`."""
     shared, inner = terms[0][1], sum(projection.s.shape[1] for _, projection in terms)
-    spreads = shared.spreads[groups, None]
+    spreads = shared.spreads[groups, None].astype(bound.dtype)
     tolerance = (40 + 2 * sqrt(inner)) * _UNIT * bound
     tolerance += spreads * (_FLOOR[format] + inner * _FLOOR["fp32"])
     if format == "int8":
@@ -348,28 +356,30 @@ def recheck(c: Matrix, terms: Sequence[tuple[Matrix, Matrix]], rows: Ints, forma
     return rows[~(right | unknown).all(axis=1)]
 
 
-def _fold(matrix: Matrix, r: Matrix, group: int, *, norms: bool = True) -> tuple[Matrix, Floats]:
-    """Multiply groups of each row by those of r; with `norms`, also return the groups' norms; both [G, rows]."""
+def _fold(matrix: Matrix, r: Matrix, group: int, norms: Norms) -> tuple[Matrix, Reals]:
+    """Multiply groups of each row by those of r; also return the groups' norms, if wanted; both [G, rows]."""
     rows, cols = matrix.shape
     groups, whole = -(-cols // group), cols - cols % group
     dots = np.empty((groups, rows), dtype=np.float32)
-    sizes = np.empty((groups if norms else 0, rows))
+    sizes = np.empty((0 if norms == "none" else groups, rows), dtype=np.float64 if norms == "exact" else np.float32)
     for start, stop, width in ((0, whole, group), (whole, cols, cols - whole)):  # full groups, then the remainder
         if start == stop:
             continue
         parts = matrix[:, start:stop].reshape(rows, -1, width).transpose(1, 0, 2)
         weights = r[start:stop].reshape(-1, width, 1)
         at = slice(start // group, -(-stop // group))
-        squares = np.empty(parts.shape[:2] if norms else (0, 0), dtype=np.float32)
+        squares = np.empty((0, 0) if norms == "none" else parts.shape[:2], dtype=np.float32)
         height = max(1, _BAND_ELEMENTS // (stop - start)) if parts.strides[2] == parts.itemsize else rows
         with np.errstate(over="ignore", invalid="ignore"):
             for top in range(0, rows, height):
                 band = parts[:, top : top + height]
                 np.matmul(band, weights, out=dots[at, top : top + height, None])
-                if norms:
+                if norms != "none":
                     squares[:, top : top + height] = np.einsum("gij,gij->gi", band, band)  # slower with out=
-        if norms:
+        if norms == "exact":
             sizes[at] = _roots(squares, parts)
+        elif norms == "quick":
+            np.sqrt(squares, out=sizes[at])
     return dots, sizes
 
 
