@@ -305,7 +305,7 @@ def test_the_none_policy_audits_nothing() -> None:
 
 
 def test_an_unknown_audit_policy_is_refused() -> None:
-    with pytest.raises(InputError, match="trust.*blind"):
+    with pytest.raises(InputError, match=r"trust.*blind"):
         Fleet("127.0.0.1:0", trust="blind")  # pyright: ignore[reportArgumentType]
     assert load_config(None, {}).trust == "sample"
     assert load_config(None, {"trust": "strict"}).trust == "strict"
