@@ -204,7 +204,8 @@ class Connection:
 
     async def _beat(self) -> str:
         """Report pace and progress; disconnect a device that is silent or whose token was revoked; probe it again."""
-        await asyncio.sleep(_HEARTBEAT_S * zlib.crc32(self.device.encode()) / 2**32)  # devices that joined at once differ
+        phase = zlib.crc32(self.device.encode()) / 2**32  # spreads the heartbeats of devices that joined at once
+        await asyncio.sleep(_HEARTBEAT_S * phase)
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
             member = self.member

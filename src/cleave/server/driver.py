@@ -99,6 +99,9 @@ class Driver:
         self.fleet_changed = threading.Condition(lock)
         """Notified when a device joins or leaves."""
         self._inbox: deque[EngineEvent] = deque()
+        self._released: deque[OperandId] = deque()
+        """Operands that nothing refers to any more; filled from any thread."""
+        self._is_releasing = False
         self._is_draining = False
         self._ticking: asyncio.TimerHandle | None = None
         self._connections: dict[DeviceId, Connection] = {}
@@ -120,12 +123,19 @@ class Driver:
     def _release(self, operands: tuple[OperandId, ...]) -> None:
         """Release operands that are no longer referenced; called by the garbage collector, in any thread."""
 
-        def release() -> None:
-            self.operands.forget(operands)
-            self.post(OperandsReleased(operands))
+        self._released.extend(operands)
+        if not self._is_releasing and not self._loop.is_closed():
+            self._is_releasing = True
+            self._loop.call_soon_threadsafe(self._release_all)
 
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(release)
+    def _release_all(self) -> None:
+        """Release what was garbage-collected since the last time."""
+        self._is_releasing = False  # first, so that what comes from now on is not missed
+        released: list[OperandId] = []
+        while self._released:
+            released.append(self._released.popleft())
+        self.operands.forget(released)
+        self.post(OperandsReleased(tuple(released)))
 
     # -------------------------------------------------------------------------------------------- the loop
 

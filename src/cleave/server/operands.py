@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -157,7 +157,7 @@ class Operands:
     def strips(self, operand: OperandId) -> Iterator[tuple[Store, memoryview]]:
         return self._slices[operand].strips(self._codec)
 
-    def forget(self, operands: tuple[OperandId, ...]) -> None:
+    def forget(self, operands: Iterable[OperandId]) -> None:
         for operand in operands:
             self._slices.pop(operand, None)
 

@@ -35,8 +35,10 @@ class _Lane:
         self._is_closed = False
 
     def submit(self, work: _Work, done: Done) -> None:
+        """Queue a job; those of one turn of the loop start together."""
+        if not self._waiting and self._idle:
+            self._loop.call_soon(self._start)
         self._waiting.append((work, done))
-        self._start()
 
     def close(self) -> None:
         self._is_closed = True
