@@ -206,5 +206,5 @@ class VirtualDriver:
             up_bytes=task.up_bytes,
             up_s=task.up_bytes / device.pace.up_bytes_per_s,
         )
-        format = run_of(task).describe(task).format
+        format = run_of(task).format(task)
         self.post(Arrived(task.device, task.id, task.whole, format, None, seen), back)

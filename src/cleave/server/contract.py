@@ -176,6 +176,10 @@ class Run(Protocol):
     @property
     def results(self) -> Results: ...
 
+    def format(self, task: Task) -> WireFormat:
+        """Return the format in which a task's result is expected."""
+        ...
+
     def describe(self, task: Task) -> messages.RunTask:
         """Return the message that starts a task on its device."""
         ...

@@ -272,7 +272,7 @@ class Engine:
         if any(common(part, other) is not None for other in pending):
             self._refuse(device, f"{part} of task {id}, which is already being checked", is_fault=True)
             return
-        expected = run_of(task).describe(task).format
+        expected = run_of(task).format(task)
         if arrived.format != expected:
             why = f"expected a result in {expected}, got {arrived.format}"
             self._actions.append(Disconnect(device, why, rejoin=True))

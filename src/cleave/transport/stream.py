@@ -54,6 +54,8 @@ class Stream(asyncio.BufferedProtocol):
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._scratch = bytearray(_SCRATCH_BYTES)
+        self._pending = bytearray()
+        """Small frames that have not been written."""
         self._start = self._end = 0
         self._payload: memoryview | None = None
         self._filled = 0
@@ -271,8 +273,7 @@ class Stream(asyncio.BufferedProtocol):
     # -------------------------------------------------------------------------------------------- frames out
 
     def _write_frame(self, opcode: int, data: Buffer) -> None:
-        transport = self._transport
-        assert transport is not None
+        assert self._transport is not None
         length = len(data)
         flag = _MASKED if self._is_client else 0
         if length < 126:
@@ -286,10 +287,21 @@ class Stream(asyncio.BufferedProtocol):
             head, data = head + mask, apply_mask(data, mask)
         self._written_bytes += len(head) + length
         if length < _SCRATCH_BYTES:
-            transport.write(head + bytes(data))
+            if not self._pending:
+                self._loop.call_soon(self._flush)
+            self._pending += head + bytes(data)
+            if opcode != _BINARY or len(self._pending) >= _SCRATCH_BYTES:
+                self._flush()
         else:
-            transport.write(head)
-            transport.write(data)
+            self._pending += head
+            self._flush()
+            self._transport.write(data)
+
+    def _flush(self) -> None:
+        """Write the small frames of one turn of the loop at once: a system call costs more than they do."""
+        if self._pending and self._transport is not None:
+            self._transport.write(bytes(self._pending))
+            self._pending.clear()
 
     # -------------------------------------------------------------------------------------------- closing
 
@@ -328,7 +340,9 @@ class Stream(asyncio.BufferedProtocol):
 
     def _update_taken(self) -> None:
         """Note what the peer has taken: only bytes that had to wait and then left prove that it reads."""
-        unsent = self._transport.get_write_buffer_size() if self._transport is not None else 0
+        unsent = len(self._pending)
+        if self._transport is not None:
+            unsent += self._transport.get_write_buffer_size()
         taken = self._written_bytes - unsent
         if self._unsent_bytes and taken > self._taken_bytes:
             self._heard = self._loop.time()

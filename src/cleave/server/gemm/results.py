@@ -47,7 +47,8 @@ class Checker:
 
     def __init__(self, codec: Codec) -> None:
         self.codec = codec
-        self._rng = np.random.default_rng(secrets.randbits(128))
+        self._seeds = np.random.SeedSequence(secrets.randbits(128))
+        self._of_thread = threading.local()
         self._lock = threading.Lock()
         self._busy_s = 0.0
 
@@ -60,10 +61,14 @@ class Checker:
         with self._lock:
             self._busy_s += seconds
 
-    def generator(self) -> np.random.Generator:
-        """Return a generator for one product; generators are not shared between threads."""
-        with self._lock:
-            return self._rng.spawn(1)[0]
+    @property
+    def rng(self) -> np.random.Generator:
+        """The calling thread's generator; generators are not shared between threads."""
+        found: np.random.Generator | None = getattr(self._of_thread, "rng", None)
+        if found is None:
+            with self._lock:
+                found = self._of_thread.rng = np.random.default_rng(self._seeds.spawn(1)[0])
+        return found
 
 
 class GemmResults:
@@ -72,7 +77,6 @@ class GemmResults:
         self._layout = LAYOUTS[product.role]
         self._format: WireFormat = format
         self.outputs = [np.zeros(shape, dtype=np.float32) for shape in product.outputs]
-        self._rng = checker.generator()
         self._adding = threading.Lock()
         self._finding = threading.Lock()
         self._evidence: dict[Hashable, tuple[threading.Lock, list[object]]] = {}
@@ -112,8 +116,9 @@ class GemmResults:
                 sides = [self._exact(b)[:, part.left : part.right] for _, b in piece.terms]
                 return [(rows_of_a.matrix, side) for (rows_of_a, _), side in zip(terms, sides, strict=True)]
 
-            rng = np.random.default_rng(self._draw())
-            wrong = verify.judge(values, terms, exact, self._format, rng, left=part.left, harder=is_strict)
+            wrong = verify.judge(
+                values, terms, exact, self._format, self._checker.rng, left=part.left, harder=is_strict
+            )
             if len(wrong):
                 raise WrongResult(
                     f"row {int(wrong[0])} of a rectangle of {part.rows} x {part.cols} is not what its operands give"
@@ -133,10 +138,6 @@ class GemmResults:
 
     # -------------------------------------------------------------------------------------------- shared evidence
 
-    def _draw(self) -> int:
-        with self._finding:
-            return int(self._rng.integers(1 << 63))
-
     def _once(self, key: Hashable, make: Callable[[], _Found]) -> _Found:
         """Return evidence that several checks share, made by the first of them; only those that need it wait."""
         with self._finding:
@@ -155,7 +156,7 @@ class GemmResults:
 
     def _seen(self, piece: Piece, b: Cut) -> verify.Projection:
         def draw() -> Matrix:
-            return verify.draw(np.random.default_rng(self._draw()), piece.cols[1] - piece.cols[0])
+            return verify.draw(self._checker.rng, piece.cols[1] - piece.cols[0])
 
         r = self._once(("vector", piece.output, piece.cols), draw)
         return self._once(("projection", piece.output, b), lambda: verify.project(self._oriented(b), r))

@@ -177,6 +177,9 @@ class GemmRun:
 
     # -------------------------------------------------------------------------------------------- tasks
 
+    def format(self, task: Task) -> WireFormat:
+        return self._format
+
     def describe(self, task: Task) -> messages.RunTask:
         piece, slices = _work(task).piece, self._operands.slice
         return messages.RunTask(

@@ -239,6 +239,9 @@ class ResidentRun:
 
     # -------------------------------------------------------------------------------------------- results
 
+    def format(self, task: Task) -> WireFormat:
+        return cast("ResidentWork", task.work).message.format
+
     def describe(self, task: Task) -> messages.RunTask:
         return cast("ResidentWork", task.work).message
 
