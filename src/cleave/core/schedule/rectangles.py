@@ -25,11 +25,15 @@ class Rectangle(NamedTuple):
         return (self.bottom - self.top) * (self.right - self.left)
 
     def moved(self, down: int, right: int) -> Rectangle:
+        if down == right == 0:
+            return self
         return Rectangle(self.top + down, self.bottom + down, self.left + right, self.right + right)
 
 
 def common(one: Rectangle, other: Rectangle) -> Rectangle | None:
     """Intersection of two rectangles; None if it is empty."""
+    if one == other and one.top < one.bottom and one.left < one.right:  # most results come whole
+        return one
     top, bottom = max(one.top, other.top), min(one.bottom, other.bottom)
     left, right = max(one.left, other.left), min(one.right, other.right)
     return Rectangle(top, bottom, left, right) if top < bottom and left < right else None
