@@ -15,7 +15,7 @@ test: .venv/ready
 	$(BIN)/pytest -m "not slow"
 
 test-all: .venv/ready
-	$(BIN)/pytest
+	CLEAVE_TESTS=all $(BIN)/pytest
 
 check: lint types
 

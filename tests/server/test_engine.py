@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from tests.support.engine_driver import Device, NoNumbers, VirtualDriver
+from tests.support.grids import fast_and_slow
 
 from cleave.core.cost.rates import Pace
 from cleave.core.model.batch import Batch
@@ -144,7 +145,7 @@ def batch_of(model: Decoder, operands: Operands) -> Batch[Tensor]:
     )
 
 
-@pytest.mark.parametrize("departures", [0, 60])
+@pytest.mark.parametrize("departures", fast_and_slow([60], [0]))
 def test_a_gemm_step_on_a_thousand_devices_completes_despite_departures(departures: int) -> None:
     fleet = Fleet()
     tokens, width, out = 4096, 1024, 4096
@@ -160,7 +161,7 @@ def test_a_gemm_step_on_a_thousand_devices_completes_despite_departures(departur
     fleet.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("departures", [0, 40])
+@pytest.mark.parametrize("departures", fast_and_slow([40], [0]))
 def test_a_resident_pass_on_a_thousand_devices_completes_despite_departures(departures: int) -> None:
     fleet = Fleet()
     model = decoder()

@@ -6,6 +6,7 @@ far more triples than pairs. So `make test` runs a sample of each grid, and `mak
 
 from __future__ import annotations
 
+import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
@@ -35,3 +36,8 @@ def _combinations(case: Case, strength: int) -> set[Combination]:
 def fast_and_slow(fast: Iterable[Any], slow: Iterable[Any]) -> list[Any]:
     """Values of a parameter; only `make test-all` runs the slow ones."""
     return [*fast, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)]
+
+
+def examples(count: int) -> int:
+    """Return how many examples of a costly property to try: a third in `make test`, all in `make test-all`."""
+    return count if os.environ.get("CLEAVE_TESTS") == "all" else -(-count // 3)

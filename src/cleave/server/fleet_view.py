@@ -73,8 +73,8 @@ class FleetView:
         if not self._roster.members:
             raise InfeasibleError("no device is connected")
         holds_a, holds_b = self._holders(a), self._holders(b)
-        near = [*list(holds_a | holds_b)[:_CANDIDATES], *self._ledger.least_busy(_CANDIDATES)]
-        able = [device for device in dict.fromkeys(near) if device not in self._ledger.late and device not in avoid]
+        near = list(dict.fromkeys([*list(holds_a | holds_b)[:_CANDIDATES], *self._ledger.least_busy(_CANDIDATES)]))
+        able = [device for device in near if device not in self._ledger.late and device not in avoid]
         try:
             return self._planned(able, extent, wire, holds_a, holds_b, now)
         except InfeasibleError:  # a larger device may hold what these cannot

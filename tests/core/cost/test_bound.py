@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import fleets
+from tests.support.grids import examples
 
 from cleave.core.cost.bound import bound_2d, bound_3d, by_worth, ideal_overlap_bound, least_time, volume_within
 from cleave.core.cost.gemm import area_within, finish_s, unit_costs
@@ -61,14 +62,14 @@ def _largest(holds, most: float) -> float:
     return low
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(15))
 @given(fleets.fleets(most=4, kinds=("usual", "wild", "narrow")), fleets.gemms(), wires)
 def test_the_2d_bound_agrees_with_plain_bisection(fleet: Profiles, gemm: Gemm, wire: WireFormat) -> None:
     unit = unit_costs(fleet, wire, Server()).with_boundless_memory()
     assert bound_2d(unit, gemm, Server()) == pytest.approx(scalar_bound_2d_s(fleet, gemm, wire), rel=1e-5)
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12))
 @given(fleets.fleets(most=20, kinds=ROOMY), fleets.gemms(), wires, fleets.servers)
 def test_more_freedom_never_raises_a_bound(fleet: Profiles, gemm: Gemm, wire: WireFormat, server: Server) -> None:
     """Freedom to split the inner dimension, no server cap, complete overlap."""
@@ -80,7 +81,7 @@ def test_more_freedom_never_raises_a_bound(fleet: Profiles, gemm: Gemm, wire: Wi
     assert bound_3d(unit, gemm, server) >= deep * (1 - TOLERANCE)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(10))
 @given(fleets.fleets(most=20), fleets.gemms(), wires, st.integers(0, 2**31))
 def test_bounds_fall_when_the_fleet_gets_better(fleet: Profiles, gemm: Gemm, wire: WireFormat, seed: int) -> None:
     up = np.random.default_rng(seed).uniform(1, 2, (5, len(fleet)))
@@ -96,7 +97,7 @@ def test_bounds_fall_when_the_fleet_gets_better(fleet: Profiles, gemm: Gemm, wir
     assert bound_3d(new, gemm, Server()) <= bound_3d(old, gemm, Server()) * (1 + TOLERANCE)
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(8))
 @given(fleets.fleets(most=20), fleets.gemms(), st.floats(1, 10), fleets.servers)
 def test_a_wider_server_link_never_raises_a_bound(fleet: Profiles, gemm: Gemm, factor: float, server: Server) -> None:
     unit = unit_costs(fleet, "bf16", server)
@@ -109,7 +110,7 @@ def test_a_wider_server_link_never_raises_a_bound(fleet: Profiles, gemm: Gemm, f
     assert bound_3d(unit, gemm, wider) <= bound_3d(unit, gemm, server) * (1 + TOLERANCE)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(st.floats(0, 0.5), st.integers(1, 500), st.integers(1, 500), st.integers(1, 500), wires)
 def test_the_bound_of_a_single_device_is_its_time_for_the_whole_gemm(
     latency: float, m: int, n: int, k: int, wire: WireFormat
@@ -122,7 +123,7 @@ def test_the_bound_of_a_single_device_is_its_time_for_the_whole_gemm(
     assert bound_3d(unit, gemm, Server()) == pytest.approx(alone, rel=1e-5)
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(fleets.fleets(most=10, kinds=ROOMY), fleets.gemms(), fleets.servers)
 def test_the_server_link_bounds_the_whole_output(fleet: Profiles, gemm: Gemm, server: Server) -> None:
     """A server without a block of its own receives the output once and sends each operand at least once."""
@@ -134,7 +135,7 @@ def test_the_server_link_bounds_the_whole_output(fleet: Profiles, gemm: Gemm, se
     assert bound_3d(unit, gemm, capped) >= ingress_s * (1 - TOLERANCE)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(fleets.fleets(most=3), fleets.gemms(), wires, st.floats(-3, 3), st.integers(0, 2**31))
 def test_no_block_within_the_deadline_exceeds_volume_within(
     fleet: Profiles, gemm: Gemm, wire: WireFormat, log_deadline: float, seed: int
@@ -147,7 +148,7 @@ def test_no_block_within_the_deadline_exceeds_volume_within(
         assert (volume <= most * (1 + 1e-3) + 1e-9).all()
 
 
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 @given(fleets.fleets(most=30), fleets.gemms(), st.floats(-2, 3))
 def test_devices_are_ranked_by_area_and_useless_ones_dropped(fleet: Profiles, gemm: Gemm, log_deadline: float) -> None:
     server = Server(flops_per_s=1e9)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.support import fleets
+from tests.support.grids import examples
 
 from cleave.core.cost.rates import Server
 from cleave.core.cost.resident import shard_costs, sum_up
@@ -87,7 +88,7 @@ def check(plan: ModelPlan, fleet: Profiles) -> None:
     assert plan.step_s >= plan.bound_s * 0.999
 
 
-@settings(phases=QUICK, max_examples=12)
+@settings(phases=QUICK, max_examples=examples(12))
 @given(some_fleets, st.integers(1, 24), st.sampled_from(fleets.WIRES), fleets.servers)
 def test_every_token_meets_every_parameter_once_within_memory(
     fleet: Profiles, sequences: int, wire: WireFormat, server: Server

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.support import fleets, tilings
+from tests.support.grids import examples
 
 from cleave.core.cost.wire import DEVICE_BYTES, WireFormat
 from cleave.core.fleet.profiles import DeviceId, Floats, Ints, Profiles
@@ -91,7 +92,7 @@ def check_rows(plan: LinearPlan, linear: Linear, memory: dict[str, float]) -> No
         assert DEVICE_BYTES * (weights + (end - start) * (k + n + max(k, n))) <= memory[device]
 
 
-@settings(phases=QUICK, max_examples=24)
+@settings(phases=QUICK, max_examples=examples(24))
 @given(fleets.fleets(most=8), linears, wires)
 def test_any_plan_tiles_its_gemms_within_memory(fleet: Profiles, linear: Linear, wire: WireFormat) -> None:
     try:
@@ -102,7 +103,7 @@ def test_any_plan_tiles_its_gemms_within_memory(fleet: Profiles, linear: Linear,
     check(plan, linear, fleet)
 
 
-@settings(phases=QUICK, max_examples=3)
+@settings(phases=QUICK, max_examples=examples(3))
 @given(
     fleets.fleets(most=5, kinds=("cramped",)),
     st.builds(
@@ -118,7 +119,7 @@ def test_plans_for_scarce_memory_fit_into_it(fleet: Profiles, linear: Linear, wi
     check(plan_linear(fleet, linear, wire), linear, fleet)
 
 
-@settings(phases=QUICK, max_examples=2)
+@settings(phases=QUICK, max_examples=examples(2))
 @given(st.integers(2, 6), st.integers(0, 2**31), st.builds(Gemm, m=sizes, n=sizes, k=sizes))
 def test_a_product_far_larger_than_any_memory_is_cut_until_it_fits(count: int, seed: int, gemm: Gemm) -> None:
     linear = Linear(tokens=gemm.m, in_width=gemm.k, out_width=gemm.n, roles=("forward",))
@@ -127,7 +128,7 @@ def test_a_product_far_larger_than_any_memory_is_cut_until_it_fits(count: int, s
     check(plan_linear(fleet, linear, "bf16"), linear, fleet)
 
 
-@settings(phases=QUICK, max_examples=4)
+@settings(phases=QUICK, max_examples=examples(4))
 @given(st.sampled_from(ROLES[:3]), st.lists(st.floats(2.0, 3.5), min_size=3, max_size=5))
 def test_no_more_rows_than_fit_next_to_the_weights_and_their_gradient(
     roles: tuple[Role, ...], room: list[float]
@@ -145,7 +146,7 @@ rates = st.floats(1e-6, 10.0)
 loads = st.lists(st.tuples(st.floats(0.0, 20.0), rates, st.integers(0, 12)), min_size=2, max_size=3)
 
 
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 @given(st.integers(1, 20), loads)
 def test_no_other_sharing_of_rows_ends_more_than_one_row_sooner(
     rows: int, load: list[tuple[float, float, int]]
@@ -169,7 +170,7 @@ def test_no_other_sharing_of_rows_ends_more_than_one_row_sooner(
     assert ends_s(shares, fixed, row) <= best_s + row[used].max() * (1 + 1e-9)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(st.integers(1, 10**6), st.integers(1, 64), st.integers(0, 2**31))
 def test_shares_sum_to_the_rows_and_stay_within_limits(rows: int, count: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -204,7 +205,7 @@ def test_equal_devices_share_equally() -> None:
 # ------------------------------------------------------------------------------------------------ fit
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(30))
 @given(st.tuples(*[st.integers(0, 50)] * 3), st.tuples(*[st.integers(1, 60)] * 3), st.floats(12.0, 20_000.0))
 def test_pieces_tile_their_block_and_fit(starts: tuple[int, ...], lengths: tuple[int, ...], memory: float) -> None:
     block = Block(DeviceId("d3"), *((start, start + length) for start, length in zip(starts, lengths, strict=True)))

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.support import fleets, tilings
+from tests.support.grids import examples
 
 from cleave.api.planning import sample_fleet
 from cleave.core.cost.bound import bound_2d, bound_3d
@@ -61,13 +62,13 @@ def check(plan: GemmPlan, fleet: Profiles, server: Server) -> None:
     assert all(plan.left_out.values()), "every device left out has a reason"
 
 
-@settings(phases=QUICK, max_examples=40)
+@settings(phases=QUICK, max_examples=examples(40))
 @given(fleets.fleets(most=32), fleets.gemms(), wires, splits, fleets.servers)
 def test_any_plan_is_sound(fleet: Profiles, gemm: Gemm, wire: WireFormat, split: Split, server: Server) -> None:
     check(plan_gemm(fleet, gemm, wire=wire, server=server, split=split), fleet, server)
 
 
-@settings(phases=QUICK, max_examples=20)
+@settings(phases=QUICK, max_examples=examples(20))
 @given(fleets.fleets(most=60), fleets.gemms(tiny), wires, splits, fleets.servers)
 def test_more_devices_than_elements_still_plan_soundly(
     fleet: Profiles, gemm: Gemm, wire: WireFormat, split: Split, server: Server
@@ -75,7 +76,7 @@ def test_more_devices_than_elements_still_plan_soundly(
     check(plan_gemm(fleet, gemm, wire=wire, server=server, split=split), fleet, server)
 
 
-@settings(phases=QUICK, max_examples=15)
+@settings(phases=QUICK, max_examples=examples(15))
 @given(fleets.fleets(most=1), fleets.gemms(), wires, splits)
 def test_a_single_device_does_the_whole_gemm(fleet: Profiles, gemm: Gemm, wire: WireFormat, split: Split) -> None:
     plan = plan_gemm(fleet, gemm, wire=wire, split=split)
@@ -84,7 +85,7 @@ def test_a_single_device_does_the_whole_gemm(fleet: Profiles, gemm: Gemm, wire: 
         assert len(plan.tiling) == 1
 
 
-@settings(phases=QUICK, max_examples=6)
+@settings(phases=QUICK, max_examples=examples(6))
 @given(fleets.fleets(most=20, kinds=ROOMY), fleets.gemms(), splits)
 def test_a_server_far_faster_than_its_link_computes_alone(fleet: Profiles, gemm: Gemm, split: Split) -> None:
     server = Server(down_bytes_per_s=1.0, up_bytes_per_s=1.0, flops_per_s=1e16)
@@ -111,7 +112,7 @@ def test_plans_of_large_fleets_are_sound(
     check(plan_gemm(fleet, gemm, split=split, server=server), fleet, server)
 
 
-@settings(phases=QUICK, max_examples=10)
+@settings(phases=QUICK, max_examples=examples(10))
 @given(fleets.fleets(most=25), fleets.gemms(), wires, fleets.servers)
 def test_auto_is_never_slower_than_2d(fleet: Profiles, gemm: Gemm, wire: WireFormat, server: Server) -> None:
     auto = plan_gemm(fleet, gemm, wire=wire, server=server)
@@ -119,7 +120,7 @@ def test_auto_is_never_slower_than_2d(fleet: Profiles, gemm: Gemm, wire: WireFor
     assert auto.makespan_s <= flat.makespan_s * (1 + 1e-9)
 
 
-@settings(phases=QUICK, max_examples=6)
+@settings(phases=QUICK, max_examples=examples(6))
 @given(fleets.fleets(most=12), fleets.gemms(), splits)
 def test_the_same_request_gives_the_same_plan(fleet: Profiles, gemm: Gemm, split: Split) -> None:
     one, two = (plan_gemm(fleet, gemm, split=split) for _ in range(2))
@@ -128,7 +129,7 @@ def test_the_same_request_gives_the_same_plan(fleet: Profiles, gemm: Gemm, split
     assert np.array_equal(one.tiling.device, two.tiling.device)
 
 
-@settings(phases=QUICK, max_examples=8)
+@settings(phases=QUICK, max_examples=examples(8))
 @given(fleets.fleets(most=25), fleets.gemms(), wires, splits, fleets.servers)
 def test_no_plan_is_faster_than_its_bound(
     fleet: Profiles, gemm: Gemm, wire: WireFormat, split: Split, server: Server
@@ -153,7 +154,7 @@ def test_little_memory_forces_rounds(split: Split) -> None:
     check(plan, small, Server())
 
 
-@settings(phases=QUICK, max_examples=10)
+@settings(phases=QUICK, max_examples=examples(10))
 @given(
     st.integers(1, 6),
     st.floats(3.8, 5.5),
@@ -254,7 +255,7 @@ def scaled(fleet: Profiles, factors: Floats | float) -> Profiles:
     )
 
 
-@settings(phases=QUICK, max_examples=8)
+@settings(phases=QUICK, max_examples=examples(8))
 @given(sense_fleets, sense_shapes, splits, st.integers(0, 2**31))
 def test_a_better_fleet_never_gets_a_slower_plan(fleet: Profiles, gemm: Gemm, split: Split, seed: int) -> None:
     rng = np.random.default_rng(seed)
@@ -264,7 +265,7 @@ def test_a_better_fleet_never_gets_a_slower_plan(fleet: Profiles, gemm: Gemm, sp
     assert after <= before * 1.01
 
 
-@settings(phases=QUICK, max_examples=8)
+@settings(phases=QUICK, max_examples=examples(8))
 @given(sense_fleets, sense_shapes, splits)
 def test_one_more_device_never_gives_a_slower_plan(fleet: Profiles, gemm: Gemm, split: Split) -> None:
     fewer = fleet.take(np.arange(len(fleet) - 1))
@@ -272,7 +273,7 @@ def test_one_more_device_never_gives_a_slower_plan(fleet: Profiles, gemm: Gemm, 
     assert after <= before * 1.01
 
 
-@settings(phases=QUICK, max_examples=8)
+@settings(phases=QUICK, max_examples=examples(8))
 @given(sense_fleets, sense_shapes, splits, st.floats(1.5, 10))
 def test_time_scales_inversely_with_the_rates(fleet: Profiles, gemm: Gemm, split: Split, factor: float) -> None:
     """With all rates f times higher and all latencies f times lower, everything is f times faster."""
@@ -281,7 +282,7 @@ def test_time_scales_inversely_with_the_rates(fleet: Profiles, gemm: Gemm, split
     assert after * factor == pytest.approx(before, rel=0.01)
 
 
-@settings(phases=QUICK, max_examples=8)
+@settings(phases=QUICK, max_examples=examples(8))
 @given(sense_fleets, sense_shapes, wires, splits)
 def test_the_order_of_devices_does_not_matter(fleet: Profiles, gemm: Gemm, wire: WireFormat, split: Split) -> None:
     backwards = fleet.take(np.arange(len(fleet))[::-1])

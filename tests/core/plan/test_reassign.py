@@ -9,6 +9,7 @@ import pytest
 from hypothesis import Phase, assume, given, settings
 from hypothesis import strategies as st
 from tests.support import fleets, tilings
+from tests.support.grids import examples
 
 from cleave.core.cost.wire import DEVICE_BYTES, WIRE_BYTES, WireFormat
 from cleave.core.fleet.profiles import Bools, DeviceId, Floats, Profiles
@@ -119,13 +120,13 @@ def lines_of(lost: Lost, parts: list[Block], number: int) -> int:
 # ------------------------------------------------------------------------------------------------ any fleet
 
 
-@settings(phases=QUICK, max_examples=100)
+@settings(phases=QUICK, max_examples=examples(100))
 @given(losses())
 def test_the_parts_tile_the_block_exactly(lost: Lost) -> None:
     check_tiles(lost, lost.redone())
 
 
-@settings(phases=QUICK, max_examples=50)
+@settings(phases=QUICK, max_examples=examples(50))
 @given(losses(kinds=("cramped", "wild"), sizes=st.integers(1, 150)))
 def test_no_device_gets_more_than_fits_even_when_the_block_must_be_cut_further(lost: Lost) -> None:
     try:
@@ -136,7 +137,7 @@ def test_no_device_gets_more_than_fits_even_when_the_block_must_be_cut_further(l
     assert all(held_bytes(part) <= lost.fleet.memory_bytes[lost.fleet.names.index(part.device)] for part in parts)
 
 
-@settings(phases=QUICK, max_examples=200)
+@settings(phases=QUICK, max_examples=examples(200))
 @given(losses(kinds=ROOMY))
 def test_reassignment_ends_no_later_than_any_single_device_would(lost: Lost) -> None:
     m, n, k = lost.size
@@ -146,7 +147,7 @@ def test_reassignment_ends_no_later_than_any_single_device_would(lost: Lost) -> 
     assert lost.taken_s(lost.redone()) <= min(alone) * (1 + 1e-9)
 
 
-@settings(phases=QUICK, max_examples=100)
+@settings(phases=QUICK, max_examples=examples(100))
 @given(losses(kinds=ROOMY))
 def test_no_other_split_into_whole_lines_ends_sooner(lost: Lost) -> None:
     """Split the same way, all devices together finish less than the block in slightly less time."""
@@ -166,7 +167,7 @@ def test_no_other_split_into_whole_lines_ends_sooner(lost: Lost) -> None:
     assert done < lines
 
 
-@settings(phases=QUICK, max_examples=100)
+@settings(phases=QUICK, max_examples=examples(100))
 @given(losses(kinds=ROOMY), st.data())
 def test_a_device_already_holding_an_operand_never_delays_the_result(lost: Lost, data: st.DataObject) -> None:
     device = data.draw(st.integers(0, len(lost.fleet) - 1))
@@ -188,7 +189,7 @@ def test_a_device_already_holding_an_operand_never_delays_the_result(lost: Lost,
 TWINS = ("twins",)
 
 
-@settings(phases=QUICK, max_examples=60)
+@settings(phases=QUICK, max_examples=examples(60))
 @given(losses(kinds=TWINS))
 def test_among_equal_devices_holders_get_at_least_as_much(lost: Lost) -> None:
     lost = lost._replace(backlog_s=np.zeros(len(lost.fleet)))
@@ -202,7 +203,7 @@ def test_among_equal_devices_holders_get_at_least_as_much(lost: Lost) -> None:
         assert min(with_it, default=0) + 1 >= max(without_it, default=0) or not with_it
 
 
-@settings(phases=QUICK, max_examples=60)
+@settings(phases=QUICK, max_examples=examples(60))
 @given(losses(kinds=TWINS))
 def test_among_equal_devices_busier_ones_get_no_more(lost: Lost) -> None:
     nobody = np.zeros(len(lost.fleet), dtype=np.bool_)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from tests.support import fleets, tilings
+from tests.support.grids import examples
 
 from cleave.core.cost.gemm import finish_s, unit_costs
 from cleave.core.cost.rates import Server
@@ -87,7 +88,7 @@ def without(fleet: Profiles, gone: set[str]) -> Profiles:
     return fleet.take(np.array([i for i, name in enumerate(fleet.names) if name not in gone], dtype=np.int64))
 
 
-@settings(phases=QUICK, max_examples=25)
+@settings(phases=QUICK, max_examples=examples(25))
 @given(fleets.fleets(least=2, most=40, kinds=ROOMY), fleets.gemms(), wires, splits, st.data())
 def test_any_repair_is_sound(fleet: Profiles, gemm: Gemm, wire: WireFormat, split: Split, data: st.DataObject) -> None:
     plan = plan_gemm(fleet, gemm, wire=wire, split=split)
@@ -96,7 +97,7 @@ def test_any_repair_is_sound(fleet: Profiles, gemm: Gemm, wire: WireFormat, spli
     check(repair(plan, now, lost), plan, lost, now, Server())
 
 
-@settings(phases=QUICK, max_examples=40)
+@settings(phases=QUICK, max_examples=examples(40))
 @given(st.integers(4, 50), st.floats(0.5, 3.0), seeds, st.data())
 def test_repairs_stay_sound_for_any_spread_of_latencies(
     count: int, spread: float, seed: int, data: st.DataObject
@@ -116,7 +117,7 @@ def test_repairs_stay_sound_for_any_spread_of_latencies(
         check(repair(plan, profiles, lost), plan, lost, profiles, Server())
 
 
-@settings(phases=QUICK, max_examples=40)
+@settings(phases=QUICK, max_examples=examples(40))
 @given(st.integers(8, 50), st.integers(0, 2**31), st.floats(0.3, 0.5), fleets.gemms(st.integers(100, 4000)))
 def test_lost_blocks_of_any_sizes_find_helpers(count: int, seed: int, share: float, gemm: Gemm) -> None:
     """Few large and many small blocks lost at once, with hardly more survivors than blocks."""
@@ -149,7 +150,7 @@ def test_mates_that_help_in_several_rounds_need_the_sum_of_their_times() -> None
         check(repair(plan, small, {name}), plan, {name}, small, Server())
 
 
-@settings(phases=QUICK, max_examples=12)
+@settings(phases=QUICK, max_examples=examples(12))
 @given(st.integers(2, 12), seeds, splits, st.integers(1, 11))
 def test_plans_in_rounds_on_little_memory_are_repaired_too(count: int, seed: int, split: Split, losses: int) -> None:
     fleet = fleets.usual(count, seed)
@@ -161,7 +162,7 @@ def test_plans_in_rounds_on_little_memory_are_repaired_too(count: int, seed: int
     check(repair(plan, small, lost), plan, lost, small, Server())
 
 
-@settings(phases=QUICK, max_examples=8)
+@settings(phases=QUICK, max_examples=examples(8))
 @given(fleets.fleets(least=2, most=12, kinds=ROOMY), fleets.gemms(), splits, seeds)
 def test_the_server_and_new_devices_can_help_repair(fleet: Profiles, gemm: Gemm, split: Split, seed: int) -> None:
     server = Server(flops_per_s=1e12)

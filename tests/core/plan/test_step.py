@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import fleets
+from tests.support.grids import examples
 
 from cleave.core.cost.rates import Server
 from cleave.core.cost.wire import WireFormat
@@ -19,7 +20,7 @@ MODELS = ("opt-1.3b", "llama-2-7b", "opt-350m")
 fleets_of_some = fleets.fleets(least=1, most=12, kinds=("usual", "wild", "narrow", "twins"))
 
 
-@settings(max_examples=4)
+@settings(max_examples=examples(4))
 @given(
     fleets_of_some,
     st.sampled_from(MODELS),
