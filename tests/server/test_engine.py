@@ -100,7 +100,7 @@ class Fleet:
         assert not self.driver.engine.is_waiting
 
 
-def decoder() -> Decoder:
+def decoder(*, has_head: bool = True) -> Decoder:
     """A Llama-like decoder whose views are whole parameters."""
     shapes: list[tuple[int, int]] = []
 
@@ -121,7 +121,7 @@ def decoder() -> Decoder:
     return Decoder(
         hidden=HIDDEN,
         parts=tuple(parts),
-        head=head,
+        head=head if has_head else None,
         parameters=tuple(Parameter(rows, cols, True) for rows, cols in shapes),
         views=tuple(View(number, (0, rows), (0, cols)) for number, (rows, cols) in enumerate(shapes)),
     )
@@ -176,6 +176,38 @@ def test_a_resident_pass_on_a_thousand_devices_completes_despite_departures(depa
     assert len(fleet.driver.workers) > DEVICES // 2, "the work is spread"
     recovered = {event.device for event in fleet.driver.told if isinstance(event, Recovered)}
     assert bool(recovered) == bool(departures)
+    fleet.assert_nothing_is_left()
+
+
+def test_a_device_that_fails_a_unit_each_way_is_excluded_and_the_pass_completes() -> None:
+    """Without a head, backward is submitted on its own, under the plan that forward began with."""
+    fleet = Fleet(8)
+    model = decoder(has_head=False)
+    run = fleet.resident(model, batch_of(model, fleet.operands))
+    fleet.driver.run_until(lambda: len(fleet.driver.workers) > 1)
+    unfit = sorted(fleet.driver.workers)[0]
+    fleet.driver.failing[unfit] = 1
+    fleet.driver.run_until(run.outputs.done)
+    assert run.unable == {unfit}
+    fleet.driver.failing[unfit] = 1
+    run.backward(np.broadcast_to(np.float32(0), (SEQUENCES * SEQUENCE, HIDDEN)))
+    fleet.driver.run_until(run.returned.done)
+    assert run.returned.exception() is None
+    fleet.assert_nothing_is_left()
+
+
+def test_a_loss_that_waits_for_a_device_is_reported_once_when_it_is_recovered() -> None:
+    fleet = Fleet(1)
+    linear = Linear(tokens=4096, in_width=1024, out_width=1024)
+    x, w = fleet.operands.tensor(4096, 1024, "bf16"), fleet.operands.tensor(1024, 1024, "bf16")
+    run = fleet.product("forward", x, w, linear)
+    fleet.driver.run_until(lambda: len(fleet.driver.workers) > 0)
+    fleet.driver.leave("d0", fleet.driver.now)
+    fleet.driver.run_until(lambda: fleet.driver.engine.is_waiting)
+    assert not [event for event in fleet.driver.told if isinstance(event, Recovered)]
+    fleet.driver.join("d1", Device(Pace(2e10, 4e6, 2e6, 0.01), memory_bytes=256 << 20))
+    fleet.driver.run_until(run.done.done)
+    assert [event.device for event in fleet.driver.told if isinstance(event, Recovered)] == ["d0"]
     fleet.assert_nothing_is_left()
 
 

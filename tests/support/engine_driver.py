@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from cleave.core.schedule.tasks import (
     DeviceRemoved,
     Start,
     Task,
+    TaskFailed,
     TaskId,
     Tick,
 )
@@ -102,6 +104,8 @@ class VirtualDriver:
         self.workers: set[DeviceId] = set()
         """Devices that were given tasks."""
         self.waits: list[str] = []
+        self.failing: Counter[DeviceId] = Counter()
+        """How many of its next tasks each device will fail."""
         self._planner = planner
         self._heap: list[tuple[float, int, EngineEvent]] = []
         self._order = itertools.count()
@@ -196,6 +200,10 @@ class VirtualDriver:
         if device is None:  # it has just left
             return
         self.workers.add(task.device)
+        if self.failing[task.device]:
+            self.failing[task.device] -= 1
+            self.post(TaskFailed(task.device, task.id))
+            return
         back = device.finish(task, down_bytes, self.now)
         compute_s = max(task.flops * task.effort / device.pace.flops_per_s, 1e-9)
         seen = Observation(

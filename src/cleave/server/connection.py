@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import threading
 import time
 import zlib
 from collections.abc import Callable
@@ -72,6 +73,7 @@ class Connection:
         keys: Keys,
         ledger: Ledger,
         roster: Roster,
+        lock: threading.RLock,
         runs_so_far: Callable[[], int],
         listener: events.Listener,
     ) -> None:
@@ -79,6 +81,7 @@ class Connection:
         self.channel, self.member, self.device = channel, member, DeviceId(member.name)
         self._post, self._operands, self._keys = post, operands, keys
         self._ledger, self._roster, self._runs_so_far, self._listener = ledger, roster, runs_so_far, listener
+        self._lock = lock
         self._loop = asyncio.get_running_loop()
         self._outbox = Outbox()
         self._ending: asyncio.Future[str] = self._loop.create_future()
@@ -167,8 +170,9 @@ class Connection:
                         raise CleaveError(f"failed {_MOST_FAILURES} tasks in a row, the last: {reason[:100]}")
                     self._post(TaskFailed(self.device, TaskId(task)))
                 case messages.Probed() if self._probed_at is not None:
-                    self.member.heard(time.perf_counter() - self._probed_at)
-                    self._roster.measured(self.device)
+                    with self._lock:
+                        self.member.heard(time.perf_counter() - self._probed_at)
+                        self._roster.measured(self.device)
                     self._probed_at = None
                     self._post(DeviceAnswered(self.device))
                 case messages.Leaving(reason=reason):
@@ -215,7 +219,7 @@ class Connection:
                 self._moved_bytes = moved
                 self._post(DeviceMoved(self.device))
             silent_s = self.channel.silent_s
-            if silent_s > _SILENCE_S:
+            if silent_s > _SILENCE_S and self._may_read.is_set():
                 raise Disconnected(f"silent for {silent_s:.0f} s", rejoin=True)
             if member.key is not None and not self._keys.is_valid(member.key):
                 raise Disconnected("the token it joined with was revoked", rejoin=False)

@@ -150,11 +150,14 @@ class Driver:
                 with self._lock:
                     actions = self._engine.handle(self._inbox.popleft(), self._loop.time())
                 for action in actions:
-                    self._act(action)
+                    try:
+                        self._act(action)
+                    except Exception:  # a bug of ours, which must not keep the other actions from being carried out
+                        log.exception("an action failed: %r", type(action).__name__)
         finally:
             self._is_draining = False
-        if self._ticking is None and self._engine.ledger.is_busy:
-            self._ticking = self._loop.call_later(TICK_S, self._tick)
+            if self._ticking is None and self._engine.ledger.is_busy:
+                self._ticking = self._loop.call_later(TICK_S, self._tick)
 
     def _tick(self) -> None:
         self._ticking = None
@@ -236,7 +239,7 @@ class Driver:
         connection: Connection | None = None
         reason, rejoin, is_fault = "the connection closed", True, False
         try:
-            member = await welcome(channel, self._engine.roster, self._keys, own)
+            member = await welcome(channel, self._engine.roster, self._keys, self._lock, own)
             if member is not None:
                 connection = Connection(
                     channel,
@@ -246,6 +249,7 @@ class Driver:
                     keys=self._keys,
                     ledger=self._engine.ledger,
                     roster=self._engine.roster,
+                    lock=self._lock,
                     runs_so_far=lambda: self._engine.runs_so_far,
                     listener=self._listener,
                 )
@@ -269,7 +273,8 @@ class Driver:
         finally:
             if connection is not None:
                 if is_fault and not connection.member.has_helped:
-                    self._engine.roster.send_away(connection.device, self._loop.time())
+                    with self._lock:
+                        self._engine.roster.send_away(connection.device, self._loop.time())
                 self._remove(connection, self._goodbye[0] if self._goodbye else reason)
                 told, may_rejoin = self._goodbye or (reason, rejoin)
                 await connection.say_goodbye(told, rejoin=may_rejoin)

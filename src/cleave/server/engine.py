@@ -23,6 +23,7 @@ from cleave.core.schedule.tasks import (
     Command,
     DeviceAdded,
     DeviceId,
+    DeviceMoved,
     DeviceRemoved,
     Event,
     Hedge,
@@ -285,6 +286,7 @@ class Engine:
             self._count(member, id)
         else:
             self._checking[device, id] = [*pending, part]
+            self._decide(DeviceMoved(device))  # time in our own queue must not count against it
             self._actions.append(Check(task, part, arrived.payload, is_strict=member.trust.is_suspect))
 
     def _checked(self, checked: Checked) -> None:
@@ -296,6 +298,8 @@ class Engine:
         pending.remove(part)
         if not pending:
             del self._checking[device, task.id]
+        if isinstance(self.ledger.wanted(device, task.id, part), Refuse):
+            return  # its task was canceled or failed meanwhile, and its operands may have changed since
         match fault:
             case None:
                 self._credit(member, task, part)

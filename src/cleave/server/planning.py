@@ -41,6 +41,8 @@ _STALE_S = 10.0
 """Time after which work without steps, such as evaluation, adopts a changed fleet."""
 _MOST_REMEMBERED = 32
 """Batch lengths whose plans are cached."""
+_MOST_LAYERS = 1024
+"""Choices that are cached, one per layer shape and number of tokens."""
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
@@ -96,6 +98,8 @@ class Planning:
             _, profiles = self._current()
             found = self._layers.get((linear, local))
             if found is None:
+                if len(self._layers) >= _MOST_LAYERS:
+                    self._layers.clear()
                 found = self._layers[linear, local] = self._call(
                     profiles, choose_layer, linear, profiles, self._setting, local
                 )

@@ -8,6 +8,7 @@ which releases the GIL; plans, which do not, are made in another process for lar
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections import deque
 from collections.abc import Callable
@@ -23,6 +24,8 @@ LaneName = Literal["results", "audits", "plans"]
 _Work = Callable[[], object]
 Done = Callable[[object, Exception | None], None]
 """Called in the loop with a job's result or exception."""
+
+log = logging.getLogger(__name__)
 
 
 class _Lane:
@@ -58,7 +61,10 @@ class _Lane:
         if self._is_closed or running.cancelled():
             return
         for done, (result, fault) in zip(batch, running.result(), strict=True):
-            done(result, fault)
+            try:
+                done(result, fault)
+            except Exception:  # a bug of ours, which must not stop the jobs behind it
+                log.exception("a job's result could not be handled")
         self._start()
 
 

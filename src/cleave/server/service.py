@@ -93,6 +93,7 @@ class Service:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_until_complete(self._serve())
+            self._loop.run_until_complete(asyncio.sleep(0))  # for work submitted just now, which fails as closed
         finally:
             self._loop.close()
 

@@ -42,9 +42,11 @@ class Vacancy:
 
     def wait(self, reason: str) -> None:
         """Start waiting: no connected device can do the pending work."""
-        if self._timer is not None or self._standing_in:
+        if self._timer is not None:
             return
         if self._stand_in is not None and self._is_empty():
+            if self._standing_in:  # about to join
+                return
             self._listener(events.Paused(reason="no device is connected; this server computes until one joins"))
             servers, devices = memory_pair()
             for stay in (self._serve(servers, STAND_IN), self._stand_in(devices)):
@@ -72,5 +74,5 @@ class Vacancy:
     def _stood_in(self, stay: asyncio.Task[None]) -> None:
         """Wait again if work is still pending: another device may have joined and left meanwhile."""
         self._standing_in.discard(stay)
-        if not self._standing_in and self._is_waiting() and self._is_empty():
+        if not self._standing_in and self._is_waiting():
             self.wait("no device is connected")

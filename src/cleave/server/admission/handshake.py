@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import AbstractContextManager
 
 from cleave import events
 from cleave.core.schedule.members import Member, Roster
@@ -26,8 +27,10 @@ _PAYLOAD_BYTES = 16 << 20
 log = logging.getLogger(__name__)
 
 
-async def welcome(channel: Channel, roster: Roster, keys: Keys, own: str = "") -> Member | None:
-    """Add a device to the roster; return None if it was refused. `own` names the server's own device.
+async def welcome(
+    channel: Channel, roster: Roster, keys: Keys, lock: AbstractContextManager[object], own: str = ""
+) -> Member | None:
+    """Add a device to the roster, under `lock`; return None if it was refused. `own` names the server's own device.
 
     A refusal says what is wrong with the hello and nothing about the run.
     """
@@ -52,17 +55,18 @@ async def welcome(channel: Channel, roster: Roster, keys: Keys, own: str = "") -
             channel.allow(_PAYLOAD_BYTES)
             await channel.send(messages.Welcome(version=messages.VERSION, name=name))
             latency_s, down, up = await _probe(channel)
-            return roster.add(
-                name=name,
-                kernel=hello.kernel[:40],
-                memory_bytes=hello.memory_bytes,
-                flops_per_s=hello.flops_per_s,
-                latency_s=latency_s,
-                down_bytes_per_s=down,
-                up_bytes_per_s=up,
-                address=channel.address,
-                key=key,
-            )
+            with lock:
+                return roster.add(
+                    name=name,
+                    kernel=hello.kernel[:40],
+                    memory_bytes=hello.memory_bytes,
+                    flops_per_s=hello.flops_per_s,
+                    latency_s=latency_s,
+                    down_bytes_per_s=down,
+                    up_bytes_per_s=up,
+                    address=channel.address,
+                    key=key,
+                )
 
 
 def joined(member: Member) -> events.DeviceJoined:

@@ -153,6 +153,8 @@ class GemmRun:
         parked, self._parked = self._parked, []
         for extent, loss in parked:
             yield from self._place(extent, loss, now)
+            if loss is not None:
+                yield from _make_good(loss, now)
 
     def fail(self, error: CleaveError) -> Requests:
         self._is_over = True
@@ -242,6 +244,8 @@ class GemmRun:
             parts = self._planned(extent, now)
         except InfeasibleError as fault:
             self._parked.append((extent, loss))
+            if loss is not None:
+                loss.open += 1
             yield Park(self, str(fault))
             return
         yield from self._cut(parts, loss)

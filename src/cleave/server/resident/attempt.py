@@ -150,7 +150,8 @@ class Attempt:
         """Remove a device from the attempt: others recompute what only it had."""
         readings = {account: one for account, one in self._tasks.readings.items() if account.device == device}
         for account in [account for account, reading in readings.items() if reading.is_complete]:
-            self._pipeline.read(account)  # all of it arrived and is being added
+            if not account.is_read:  # else it left before
+                self._pipeline.read(account)  # all of it arrived and is being added
             del readings[account]
         left_over = {account: reading.wanted for account, reading in readings.items() if reading.has_begun}
         lost, units = self._pipeline.leave(device, left_over)
@@ -286,7 +287,10 @@ class Attempt:
         yield from self._audits.close(account, self._run)
 
     def is_gathered(self, shard: Shard) -> bool:
-        return self._pipeline.is_gathered(shard)
+        """Whether every gradient of a shard has arrived and was added."""
+        readings = self._tasks.readings.items()
+        is_added = not any(reading.keeping for account, reading in readings if account.shard == shard)
+        return is_added and self._pipeline.is_gathered(shard)
 
     def _case(self, account: Account) -> AuditCase | None:
         direction: Direction = "backward" if self.goes_back else "forward"

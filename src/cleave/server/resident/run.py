@@ -115,7 +115,8 @@ class ResidentRun:
     def begin(self, now: float) -> Requests:
         has_loss = self.decoder.head is not None and self.batch.is_trained
         self._course = "backward" if self._dy is not None else "both" if has_loss else "forward"
-        if self._plan is not None and all(device in self._fleet for device in self._plan.devices):
+        devices = self._plan.devices if self._plan is not None else ()
+        if self._plan is not None and all(one in self._fleet and one not in self.unable for one in devices):
             yield from self._try(self._plan, now)
         else:
             yield from self._plan_again()
@@ -232,7 +233,7 @@ class ResidentRun:
         """Exclude devices that failed a task from this pass. Departed ones are handled by `left`."""
         for orphan in orphans:
             unfit = orphan.task.device
-            if not isinstance(orphan.task.work, HoldWork) and unfit in self._fleet and unfit not in self.unable:
+            if not isinstance(orphan.task.work, HoldWork) and unfit in self._fleet:
                 log.info("excluded %s from this pass: it failed a unit", unfit)
                 self.unable.add(unfit)
                 yield from self.left(unfit, now)
