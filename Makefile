@@ -31,7 +31,7 @@ bench: .venv/ready
 	$(BIN)/python benchmarks/run.py benchmarks/scenarios/gemm_planner.toml
 
 bench-server: .venv/ready
-	for script in event_loop schedule_scale; do $(BIN)/python benchmarks/$$script.py || exit 1; echo; done
+	for script in event_loop schedule_scale checking; do $(BIN)/python benchmarks/$$script.py || exit 1; echo; done
 
 bench-live: .venv/ready
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[peers]'

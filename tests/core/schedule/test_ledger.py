@@ -16,6 +16,7 @@ import numpy as np
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.support.grids import examples
 from tests.support.ledger_twin import (
     LAST,
     MISSING,
@@ -485,4 +486,4 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 TestLedger = LedgerMachine.TestCase
-TestLedger.settings = settings(max_examples=80, stateful_step_count=40, deadline=None, derandomize=True)
+TestLedger.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None, derandomize=True)

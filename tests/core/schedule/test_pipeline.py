@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.support.grids import examples
 
 from cleave.core.model.shard import Shard
 from cleave.core.schedule.accounts import Account, Seat
@@ -17,7 +18,7 @@ from cleave.core.schedule.desks import Desk
 from cleave.core.schedule.pipeline import Course, Pipeline, Unit
 from cleave.core.schedule.tasks import DeviceId
 
-steady = settings(max_examples=150, deadline=None, derandomize=True)
+steady = settings(max_examples=examples(150), deadline=None, derandomize=True)
 TENSORS = 3
 """Gradient tensors per shard, read one by one."""
 
