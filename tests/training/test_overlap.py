@@ -81,8 +81,12 @@ def test_weights_sent_ahead_are_not_sent_again(fleet: Fleet) -> None:
         return down
 
     usual, ahead = traffic(overlapped=False), traffic(overlapped=True)
+    plan = fleet.cluster.planning.latest
+    assert plan is not None
+    copies = max(len(holdings) for stage in plan.stages for _, holdings in stage.columns)
     weights = 4 * sum(one.numel() for one in make("llama").parameters())
-    assert sum(ahead) < sum(usual) + 2 * weights, "extra bytes at most for a next step that never came"
+    extra = sum(ahead) - sum(usual)  # sent again, they would cost STEPS x copies x weights
+    assert extra < (copies + 1) * weights, "at most for a next step that never came, and for a copy that moved"
 
 
 def test_overlap_refuses_an_optimizer_that_needs_all_parameters(fleet: Fleet) -> None:
