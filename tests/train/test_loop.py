@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.support.runs import TEXT, at_steps, before_forward, train
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.nn.functional import cross_entropy
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -24,12 +24,10 @@ from cleave.errors import CleaveError, InputError, ModelError
 from cleave.events import AnyEvent, CheckpointSaved, Evaluated, Note, Resumed, RunFinished, RunStarted, StepDone
 from cleave.train import checkpoint, saving
 from cleave.train.data import Batches, ByteTokenizer, open_corpus, split
-from cleave.train.loop import Summary, Traffic, learning_rate, run
+from cleave.train.loop import Traffic, learning_rate, run
 from cleave.train.models import build_model, generate_text
 
-Wrap = Callable[[torch.nn.Module], torch.nn.Module]
 Limit = Callable[[int | None], None]
-TEXT = "".join(f"the {number} sheep jumped over {number * 7 % 13} gates\n" for number in range(300))
 
 
 class Vanished(Exception):
@@ -55,42 +53,6 @@ def config(tmp_path: Path) -> TrainConfig:
     )
 
 
-def _run(
-    config: TrainConfig,
-    directory: Path,
-    *,
-    wrap: Wrap = lambda model: model,
-    resume: bool = False,
-    events: list[AnyEvent] | None = None,
-    act: Callable[[AnyEvent], object] = lambda event: None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Summary:
-    def observe(event: AnyEvent) -> None:
-        act(event)
-        if events is not None:
-            events.append(event)
-
-    return run(config, directory, wrap=wrap, observe=observe, traffic=Traffic, resume=resume, clock=clock)
-
-
-def _before_forward(number: int, act: Callable[[], object]) -> Wrap:
-    """Act just before the `number`-th forward pass, counted from 1."""
-
-    def wrap(model: torch.nn.Module) -> torch.nn.Module:
-        count = 0
-
-        def hook(*_: object) -> None:
-            nonlocal count
-            count += 1
-            if count == number:
-                act()
-
-        model.register_forward_pre_hook(hook)
-        return model
-
-    return wrap
-
-
 def _vanish() -> None:
     raise Vanished("the fleet is gone")
 
@@ -114,7 +76,7 @@ def test_losses_equal_those_of_a_plain_torch_loop(config: TrainConfig, tmp_path:
         optimizer.step()
         losses.append(loss.item())
     events: list[AnyEvent] = []
-    assert _run(config, tmp_path / "run", events=events).losses == pytest.approx(losses, abs=1e-5)
+    assert train(config, tmp_path / "run", events=events).losses == pytest.approx(losses, abs=1e-5)
     assert [event.gradient_norm for event in events if isinstance(event, StepDone)] == pytest.approx(norms, rel=1e-3)
     assert losses[-1] < losses[0] - 1
 
@@ -132,8 +94,8 @@ def test_concurrent_micro_batches_give_the_losses_of_sequential_ones(config: Tra
         model.register_forward_pre_hook(hook)
         return model
 
-    serial = _run(config, tmp_path / "serial")
-    together = _run(replace(config, in_flight=3, eval_batches=0), tmp_path / "together", wrap=wrap)
+    serial = train(config, tmp_path / "serial")
+    together = train(replace(config, in_flight=3, eval_batches=0), tmp_path / "together", wrap=wrap)
     assert len(threads) >= 3
     assert together.losses == pytest.approx(serial.losses, abs=1e-5)
 
@@ -144,13 +106,13 @@ def test_an_interrupted_and_resumed_run_has_exactly_the_same_losses(config: Trai
     model.config.resid_pdrop = 0.2
     model.save_pretrained(tmp_path / "model")
     config = replace(config, model=str(tmp_path / "model"), accumulate=2)
-    whole = _run(config, tmp_path / "whole")
+    whole = train(config, tmp_path / "whole")
     events: list[AnyEvent] = []
     with pytest.raises(Vanished):
-        _run(config, tmp_path / "broken", wrap=_before_forward(8, _vanish), events=events)
+        train(config, tmp_path / "broken", wrap=before_forward(8, _vanish), events=events)
     assert [event.step for event in events if isinstance(event, CheckpointSaved)] == [3]
     torch.manual_seed(99)
-    resumed = _run(config, tmp_path / "broken", resume=True, events=events)
+    resumed = train(config, tmp_path / "broken", resume=True, events=events)
     assert resumed.losses == whole.losses
     assert [event.loss for event in events if isinstance(event, StepDone)] == list(whole.losses)
     assert [event.step for event in events if isinstance(event, Resumed)] == [3]
@@ -160,21 +122,21 @@ def test_an_interrupted_and_resumed_run_has_exactly_the_same_losses(config: Trai
 
 def test_a_run_killed_between_checkpoints_continues_from_the_last_one(config: TrainConfig, tmp_path: Path) -> None:
     config = replace(config, save_every=2)
-    whole = _run(config, tmp_path / "whole")
+    whole = train(config, tmp_path / "whole")
     with pytest.raises(Vanished):
-        _run(config, tmp_path / "killed", wrap=_before_forward(6, _vanish))
+        train(config, tmp_path / "killed", wrap=before_forward(6, _vanish))
     (checkpoint.path_of(tmp_path / "killed", 5) / "state.json").unlink()  # as if killed while saving step 5
     events: list[AnyEvent] = []
-    assert _run(config, tmp_path / "killed", resume=True, events=events).losses == whole.losses
+    assert train(config, tmp_path / "killed", resume=True, events=events).losses == whole.losses
     assert any(isinstance(event, Note) and "step-000005 is damaged" in event.text for event in events)
     assert [event.step for event in events if isinstance(event, Resumed)] == [4]
 
 
 def test_a_run_killed_before_its_first_checkpoint_starts_again(config: TrainConfig, tmp_path: Path) -> None:
-    whole = _run(config, tmp_path / "whole")
+    whole = train(config, tmp_path / "whole")
     with pytest.raises(Vanished):
-        _run(config, tmp_path / "killed", wrap=_before_forward(1, _vanish))
-    assert _run(config, tmp_path / "killed", resume=True).losses == whole.losses
+        train(config, tmp_path / "killed", wrap=before_forward(1, _vanish))
+    assert train(config, tmp_path / "killed", resume=True).losses == whole.losses
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -183,13 +145,13 @@ def test_an_interrupt_saves_the_last_finished_step_and_says_how_to_resume(
 ) -> None:
     handler = signal.getsignal(number)
     events: list[AnyEvent] = []
-    wrap = _before_forward(5, lambda: signal.raise_signal(number))
-    summary = _run(config, tmp_path / "run", wrap=wrap, events=events)
+    wrap = before_forward(5, lambda: signal.raise_signal(number))
+    summary = train(config, tmp_path / "run", wrap=wrap, events=events)
     assert (summary.reason, summary.step, summary.exported) == ("interrupted", 4, None)
     assert summary.checkpoint == checkpoint.path_of(tmp_path / "run", 4)
     assert any(isinstance(event, Note) and f"--resume --out {tmp_path / 'run'}" in event.text for event in events)
     assert signal.getsignal(number) == handler
-    assert _run(config, tmp_path / "run", resume=True).losses == _run(config, tmp_path / "whole").losses
+    assert train(config, tmp_path / "run", resume=True).losses == train(config, tmp_path / "whole").losses
 
 
 def test_a_run_started_with_sigint_ignored_ends_only_on_sigterm(config: TrainConfig, tmp_path: Path) -> None:
@@ -198,7 +160,7 @@ def test_a_run_started_with_sigint_ignored_ends_only_on_sigterm(config: TrainCon
     numbers = {2: signal.SIGINT, 4: signal.SIGTERM}
     actions = {step: lambda number=number: signal.raise_signal(number) for step, number in numbers.items()}
     try:
-        summary = _run(config, tmp_path / "run", act=_at_steps(actions))
+        summary = train(config, tmp_path / "run", act=at_steps(actions))
         assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGINT, before)
@@ -217,12 +179,8 @@ def test_a_checkpoint_is_written_when_its_interval_has_passed(
 
     events: list[AnyEvent] = []
     config = replace(config, save_minutes=minutes)
-    _run(config, tmp_path / "run", events=events, act=a_minute_a_step, clock=lambda: now_s)
+    train(config, tmp_path / "run", events=events, act=a_minute_a_step, clock=lambda: now_s)
     assert [event.step for event in events if isinstance(event, CheckpointSaved)] == saved
-
-
-def _at_steps(actions: dict[int, Callable[[], object]]) -> Callable[[AnyEvent], object]:
-    return lambda event: actions.get(event.step, lambda: None)() if isinstance(event, StepDone) else None
 
 
 def test_a_full_disk_is_reported_once_and_saves_resume_when_there_is_room(
@@ -230,9 +188,9 @@ def test_a_full_disk_is_reported_once_and_saves_resume_when_there_is_room(
 ) -> None:
     config = replace(config, save_every=1)
     events: list[AnyEvent] = []
-    act = _at_steps({2: lambda: limit_files(1000), 5: lambda: limit_files(None)})
-    summary = _run(config, tmp_path / "run", events=events, act=act)
-    assert summary.losses == _run(config, tmp_path / "whole").losses
+    act = at_steps({2: lambda: limit_files(1000), 5: lambda: limit_files(None)})
+    summary = train(config, tmp_path / "run", events=events, act=act)
+    assert summary.losses == train(config, tmp_path / "whole").losses
     notes = [event.text for event in events if isinstance(event, Note)]
     assert len(notes) == 1
     assert "cannot write the checkpoint" in notes[0]
@@ -242,8 +200,8 @@ def test_a_full_disk_is_reported_once_and_saves_resume_when_there_is_room(
 
 def test_a_full_disk_costs_tensorboard_no_step(config: TrainConfig, tmp_path: Path, limit_files: Limit) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    act = _at_steps({2: lambda: limit_files(500), 5: lambda: limit_files(None)})
-    summary = _run(replace(config, tensorboard=True), tmp_path / "run", act=act)
+    act = at_steps({2: lambda: limit_files(500), 5: lambda: limit_files(None)})
+    summary = train(replace(config, tensorboard=True), tmp_path / "run", act=act)
     read = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     read.Reload()
     assert [event.value for event in read.Scalars("loss/training")] == pytest.approx(summary.losses)
@@ -253,12 +211,12 @@ def test_a_full_disk_at_the_end_raises_one_sentence_and_costs_no_older_checkpoin
     config: TrainConfig, tmp_path: Path, limit_files: Limit
 ) -> None:
     events: list[AnyEvent] = []
-    act = _at_steps({5: lambda: limit_files(1000)})
+    act = at_steps({5: lambda: limit_files(1000)})
     with pytest.raises(CleaveError, match=r"cannot write the checkpoint .*step-000006"):
-        _run(replace(config, save_every=4), tmp_path / "run", events=events, act=act)
+        train(replace(config, save_every=4), tmp_path / "run", events=events, act=act)
     limit_files(None)
     assert not any(isinstance(event, Note) for event in events)
-    assert _run(config, tmp_path / "run", resume=True).losses == _run(config, tmp_path / "whole").losses
+    assert train(config, tmp_path / "run", resume=True).losses == train(config, tmp_path / "whole").losses
 
 
 def test_a_model_that_cannot_be_exported_at_the_end_is_exported_by_a_resume(
@@ -269,9 +227,9 @@ def test_a_model_that_cannot_be_exported_at_the_end_is_exported_by_a_resume(
             limit_files(1000)
 
     with pytest.raises(CleaveError, match=r"done and saved, .*; make room, then: cleave train --resume --out"):
-        _run(config, tmp_path / "run", act=fill)
+        train(config, tmp_path / "run", act=fill)
     limit_files(None)
-    assert _run(config, tmp_path / "run", resume=True).exported == tmp_path / "run" / "model"
+    assert train(config, tmp_path / "run", resume=True).exported == tmp_path / "run" / "model"
 
 
 def test_a_full_disk_does_not_hide_the_error_that_stopped_the_run(
@@ -289,18 +247,18 @@ def test_a_full_disk_does_not_hide_the_error_that_stopped_the_run(
         return model
 
     events: list[AnyEvent] = []
-    act = _at_steps({3: lambda: limit_files(1000)})
+    act = at_steps({3: lambda: limit_files(1000)})
     with pytest.raises(CleaveError, match=r"step 4's gradient is .*step 2 is saved"):
-        _run(replace(config, save_every=2), tmp_path / "run", wrap=wrap, events=events, act=act)
+        train(replace(config, save_every=2), tmp_path / "run", wrap=wrap, events=events, act=act)
     assert sum(isinstance(event, Note) for event in events) == 1
 
 
 def test_the_settings_file_stays_intact_on_a_full_disk(config: TrainConfig, tmp_path: Path, limit_files: Limit) -> None:
-    _run(replace(config, steps=1), tmp_path / "run")
+    train(replace(config, steps=1), tmp_path / "run")
     before = (tmp_path / "run" / "config.toml").read_bytes()
     limit_files(100)
     with pytest.raises(InputError, match=r"cannot write .*config\.toml: .*; make room there"):
-        _run(replace(config, steps=2), tmp_path / "run", resume=True)
+        train(replace(config, steps=2), tmp_path / "run", resume=True)
     saving.keep_settings(replace(config, steps=1), tmp_path / "run")  # unchanged settings need no room
     limit_files(None)
     assert (tmp_path / "run" / "config.toml").read_bytes() == before
@@ -308,11 +266,11 @@ def test_the_settings_file_stays_intact_on_a_full_disk(config: TrainConfig, tmp_
 
 
 def test_a_run_with_damaged_checkpoints_does_not_start_over(config: TrainConfig, tmp_path: Path) -> None:
-    _run(replace(config, steps=1), tmp_path / "run")
+    train(replace(config, steps=1), tmp_path / "run")
     (checkpoint.path_of(tmp_path / "run", 1) / "state.json").unlink()
     for resume in (True, False):
         with pytest.raises(InputError, match=r"none of the 1 there is: step-000001; bring one back .* or move them"):
-            _run(config, tmp_path / "run", resume=resume)
+            train(config, tmp_path / "run", resume=resume)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -320,12 +278,12 @@ def test_an_interrupt_that_python_swallows_in_a_finalizer_is_not_lost(config: Tr
     def strike() -> None:
         weakref.finalize(lambda: None, signal.raise_signal, signal.SIGINT)  # the lambda dies at once
 
-    summary = _run(config, tmp_path / "run", wrap=_before_forward(3, strike))
+    summary = train(config, tmp_path / "run", wrap=before_forward(3, strike))
     assert (summary.reason, summary.step) == ("interrupted", 3)
 
 
 def test_a_second_interrupt_waits_for_the_first_ones_save(config: TrainConfig, tmp_path: Path) -> None:
-    wrap = _before_forward(3, lambda: signal.raise_signal(signal.SIGINT))
+    wrap = before_forward(3, lambda: signal.raise_signal(signal.SIGINT))
     events: list[AnyEvent] = []
 
     def impatient(event: AnyEvent) -> None:
@@ -333,7 +291,7 @@ def test_a_second_interrupt_waits_for_the_first_ones_save(config: TrainConfig, t
             signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        _run(config, tmp_path / "run", wrap=wrap, events=events, act=impatient)
+        train(config, tmp_path / "run", wrap=wrap, events=events, act=impatient)
     assert any(isinstance(event, Note) and "resume with" in event.text for event in events)
     good = checkpoint.latest(tmp_path / "run")
     assert good is not None
@@ -352,12 +310,12 @@ def test_an_interrupt_during_an_update_waits_for_its_end(config: TrainConfig, tm
     hook = register_optimizer_step_pre_hook(strike)
     events: list[AnyEvent] = []
     try:
-        summary = _run(config, tmp_path / "run", events=events)
+        summary = train(config, tmp_path / "run", events=events)
     finally:
         hook.remove()
     assert (summary.reason, summary.step) == ("interrupted", 3)
     assert [event.step for event in events if isinstance(event, StepDone)] == [1, 2, 3]
-    assert _run(config, tmp_path / "run", resume=True).losses == _run(config, tmp_path / "whole").losses
+    assert train(config, tmp_path / "run", resume=True).losses == train(config, tmp_path / "whole").losses
 
 
 def test_a_failed_update_is_never_saved(config: TrainConfig, tmp_path: Path) -> None:
@@ -372,7 +330,7 @@ def test_a_failed_update_is_never_saved(config: TrainConfig, tmp_path: Path) -> 
     hook = register_optimizer_step_post_hook(fail)
     try:
         with pytest.raises(MemoryError):
-            _run(config, tmp_path / "run")
+            train(config, tmp_path / "run")
     finally:
         hook.remove()
     assert checkpoint.latest(tmp_path / "run") is None
@@ -404,8 +362,8 @@ def test_a_non_finite_loss_stops_before_the_update_and_loses_nothing(
         run(config, tmp_path / "run", wrap=wrap, observe=observe, traffic=Traffic, resume=False)
     assert isinstance(events[-1], RunFinished)
     assert (events[-1].step, "nan" in events[-1].reason) == (3, True)
-    resumed = _run(config, tmp_path / "run", resume=True)
-    assert resumed.losses == pytest.approx(_run(config, tmp_path / "whole").losses, abs=1e-6)
+    resumed = train(config, tmp_path / "run", resume=True)
+    assert resumed.losses == pytest.approx(train(config, tmp_path / "whole").losses, abs=1e-6)
 
 
 def test_a_non_finite_gradient_stops_the_first_step_with_advice(config: TrainConfig, tmp_path: Path) -> None:
@@ -414,14 +372,14 @@ def test_a_non_finite_gradient_stops_the_first_step_with_advice(config: TrainCon
         return model
 
     with pytest.raises(CleaveError, match=r"step 1's gradient is (inf|nan).*start again with --learning-rate"):
-        _run(config, tmp_path / "run", wrap=wrap)
+        train(config, tmp_path / "run", wrap=wrap)
     assert checkpoint.latest(tmp_path / "run") is None
 
 
 def test_settings_given_on_resume_take_effect(config: TrainConfig, tmp_path: Path) -> None:
-    _run(replace(config, steps=3), tmp_path / "run")
+    train(replace(config, steps=3), tmp_path / "run")
     events: list[AnyEvent] = []
-    _run(replace(config, learning_rate=1e-9, weight_decay=0.0), tmp_path / "run", resume=True, events=events)
+    train(replace(config, learning_rate=1e-9, weight_decay=0.0), tmp_path / "run", resume=True, events=events)
     assert all(event.learning_rate <= 1e-9 for event in events if isinstance(event, StepDone))
     written = load_config(tmp_path / "run" / "config.toml", {})
     assert (written.learning_rate, written.weight_decay) == (1e-9, 0.0)
@@ -437,7 +395,7 @@ def test_the_exported_model_loads_with_hugging_face_and_gives_the_same_logits(
         trained.append(model)
         return model
 
-    summary = _run(replace(config, model=name, steps=2), tmp_path / "run", wrap=keep)
+    summary = train(replace(config, model=name, steps=2), tmp_path / "run", wrap=keep)
     loaded = AutoModelForCausalLM.from_pretrained(summary.exported)
     tokens = torch.arange(64).view(1, 64)
     assert torch.equal(loaded(input_ids=tokens).logits, trained[0].eval()(input_ids=tokens).logits)
@@ -452,7 +410,7 @@ def test_a_model_with_its_own_tokenizer_is_exported_with_it(config: TrainConfig,
     model = build_model("tiny-opt", "fp32", 1)[0]
     model.resize_token_embeddings(len(words))
     model.save_pretrained(tmp_path / "own")
-    summary = _run(replace(config, model=str(tmp_path / "own"), steps=1, sample=5), tmp_path / "run")
+    summary = train(replace(config, model=str(tmp_path / "own"), steps=1, sample=5), tmp_path / "run")
     assert summary.exported is not None
     assert AutoTokenizer.from_pretrained(summary.exported).encode("sheep") == [words["sheep"]]
     assert set(summary.sample.split()) <= words.keys()
@@ -496,15 +454,15 @@ def test_every_precision_checkpointing_and_clipping_setting_trains(
 ) -> None:
     config = load_config(None, {"data": config.data, "model": config.model} | change | {"steps": 8, "sequence": 32})
     config = replace(config, tensorboard=False, sample=0, warmup_steps=2, batch=4)
-    summary = _run(config, tmp_path / "run")
+    summary = train(config, tmp_path / "run")
     assert summary.losses[-1] < summary.losses[0] - 0.5
     assert summary.evaluation_loss is not None
     assert summary.evaluation_loss < summary.losses[0]
 
 
 def test_gradient_checkpointing_changes_no_loss(config: TrainConfig, tmp_path: Path) -> None:
-    plain = _run(config, tmp_path / "plain").losses
-    saving = _run(replace(config, checkpointing=True), tmp_path / "saving").losses
+    plain = train(config, tmp_path / "plain").losses
+    saving = train(replace(config, checkpointing=True), tmp_path / "saving").losses
     assert saving == pytest.approx(plain, abs=1e-6)
 
 
@@ -522,7 +480,7 @@ def test_the_sample_depends_on_the_seed_and_leaves_the_random_state_alone() -> N
 
 def test_tensorboard_gets_the_losses_where_it_is_installed(config: TrainConfig, tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    summary = _run(replace(config, steps=2, tensorboard=True), tmp_path / "run")
+    summary = train(replace(config, steps=2, tensorboard=True), tmp_path / "run")
     read = accumulator.EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     read.Reload()
     assert [event.value for event in read.Scalars("loss/training")] == pytest.approx(summary.losses)
@@ -549,7 +507,7 @@ def test_bad_input_is_reported_before_the_fleet_starts(
         change["data"] = tmp_path / "short"
     wrong = load_config(None, {"model": "tiny-llama", "data": config.data} | change)
     with pytest.raises(error, match=said):
-        _run(wrong, tmp_path / "run", wrap=_must_not_start)
+        train(wrong, tmp_path / "run", wrap=_must_not_start)
     assert not (tmp_path / "run").exists()
 
 
@@ -558,12 +516,12 @@ def test_text_with_more_tokens_than_the_models_vocabulary_is_refused(config: Tra
     model.resize_token_embeddings(100)
     model.save_pretrained(tmp_path / "small")
     with pytest.raises(InputError, match=r"token numbers up to 118, .* knows 100"):
-        _run(replace(config, model=str(tmp_path / "small")), tmp_path / "run", wrap=_must_not_start)
+        train(replace(config, model=str(tmp_path / "small")), tmp_path / "run", wrap=_must_not_start)
 
 
 def test_a_run_is_never_overwritten_and_never_resumed_from_nothing(config: TrainConfig, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"expected a run to resume in .*absent"):
-        _run(config, tmp_path / "absent", resume=True)
-    _run(replace(config, steps=1), tmp_path / "run")
+        train(config, tmp_path / "absent", resume=True)
+    train(replace(config, steps=1), tmp_path / "run")
     with pytest.raises(InputError, match="holds a run already; add --resume"):
-        _run(config, tmp_path / "run")
+        train(config, tmp_path / "run")
