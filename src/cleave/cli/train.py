@@ -223,8 +223,8 @@ class _TrainingRun:
 
         totals = self.fleet.cluster.totals() if self.fleet else None
         if totals is not None and totals.audited_units:
-            found = f"{totals.wrong_audits} times they were wrong" if totals.wrong_audits else "all were right"
-            self.observe(Note(text=f"the server computed {totals.audited_units} units of devices again: {found}"))
+            found = f"wrong results found {totals.wrong_audits} times" if totals.wrong_audits else "all correct"
+            self.observe(Note(text=f"audited {totals.audited_units} units: {found}"))
 
     def devices(self) -> list[Member]:
         return self.fleet.cluster.here() if self.fleet else []
