@@ -25,6 +25,7 @@ from cleave.core.model.decoder import Decoder
 from cleave.core.model.gemms import Linear, Role
 from cleave.core.plan.choose import Arrange, LayerChoice, Local, PassChoice, PassWork, Setting
 from cleave.core.plan.gemm.layer import LinearPlan
+from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.core.schedule.members import STAND_IN, Member
 from cleave.core.schedule.tasks import DeviceId
@@ -83,7 +84,7 @@ class Cluster:
         stand_in: StandIn | None = None,
         medium_bytes_per_s: float = math.inf,
         cores: float = math.inf,
-        arrange: Arrange | None = None,
+        arrange: Arrange = plan_columns,
         trust: Policy = settings.TRUST,
         replay: Replay | None = None,
         audit_rng: np.random.Generator | None = None,

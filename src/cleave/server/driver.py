@@ -122,7 +122,6 @@ class Driver:
 
     def _release(self, operands: tuple[OperandId, ...]) -> None:
         """Release operands that are no longer referenced; called by the garbage collector, in any thread."""
-
         self._released.extend(operands)
         if not self._is_releasing and not self._loop.is_closed():
             self._is_releasing = True

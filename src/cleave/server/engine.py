@@ -79,9 +79,9 @@ class Engine:
         self._exclusive: Run | None = None
         self._line: deque[Run] = deque()
         """Exclusive runs waiting for their turn."""
-        self._parked: dict[Run, str] = {}
-        self._checking: dict[tuple[DeviceId, TaskId], list[Rectangle]] = {}
-        """Parts of results being checked."""
+        self._parked: dict[Run, None] = {}
+        self._checking: dict[DeviceId, dict[TaskId, list[Rectangle]]] = {}
+        """Parts of results being checked, per device and task."""
         self._closed: CleaveError | None = None
         self.runs_so_far = 0
         self._queue: deque[EngineEvent | Request] = deque()
@@ -135,7 +135,7 @@ class Engine:
                     self._end_with(run, error)
             case Park(run, reason):
                 if run in self._runs:
-                    self._parked[run] = reason
+                    self._parked[run] = None
                     self._actions.append(Wait(reason))
             case End(run):
                 self._end(run)
@@ -255,8 +255,7 @@ class Engine:
     def _leave(self, device: DeviceId) -> None:
         self.roster.remove(device)
         self._decide(DeviceRemoved(device), blamed=device)
-        for key in [key for key in self._checking if key[0] == device]:
-            del self._checking[key]
+        self._checking.pop(device, None)
         if self._exclusive is not None:
             self._ask(self._exclusive, self._exclusive.left, device, self._now)
 
@@ -269,7 +268,7 @@ class Engine:
         if isinstance(task, Refuse):
             self._refuse(device, task.reason, is_fault=task.is_fault)
             return
-        pending = self._checking.get((device, id), [])
+        pending = self._checking.get(device, {}).get(id, [])
         if any(common(part, other) is not None for other in pending):
             self._refuse(device, f"{part} of task {id}, which is already being checked", is_fault=True)
             return
@@ -285,19 +284,19 @@ class Engine:
             self._decide(ResultArrived(device, id, part), arrived.payload)
             self._count(member, id)
         else:
-            self._checking[device, id] = [*pending, part]
+            self._checking.setdefault(device, {}).setdefault(id, []).append(part)
             self._decide(DeviceMoved(device))  # time in our own queue must not count against it
             self._actions.append(Check(task, part, arrived.payload, is_strict=member.trust.is_suspect))
 
     def _checked(self, checked: Checked) -> None:
         device, task, part, fault = checked.device, checked.task, checked.part, checked.fault
-        pending = self._checking.get((device, task.id))
-        member = self.roster.members.get(device)
-        if pending is None or part not in pending or member is None:
+        pending = self._checking.get(device, {})
+        if part not in pending.get(task.id, ()):
             return  # the device has left
-        pending.remove(part)
-        if not pending:
-            del self._checking[device, task.id]
+        pending[task.id].remove(part)
+        if not pending[task.id]:
+            del pending[task.id]
+        member = self.roster.members[device]
         if isinstance(self.ledger.wanted(device, task.id, part), Refuse):
             return  # its task was canceled or failed meanwhile, and its operands may have changed since
         match fault:

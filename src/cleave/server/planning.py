@@ -31,6 +31,7 @@ from cleave.core.plan.choose import (
     choose_pass,
     plan_pass,
 )
+from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import Column, ResidentPlan, Stage
 from cleave.errors import InfeasibleError
 from cleave.server.plan_process import PlanProcess
@@ -66,7 +67,7 @@ class Planning:
         *,
         fleet: Callable[[], Snapshot],
         say: Callable[[str], None],
-        arrange: Arrange | None = None,
+        arrange: Arrange = plan_columns,
     ) -> None:
         self._setting, self._fleet, self._say, self._arrange = setting, fleet, say, arrange
         self._process = PlanProcess()
@@ -127,12 +128,10 @@ class Planning:
             return choice
 
     def _choose(self, work: PassWork, profiles: Profiles | None, local: Local, *, must: bool) -> PassChoice:
-        previous = self._previous(work)
-        if self._arrange is not None:  # may not be picklable, such as a test's closure
-            return choose_pass(
-                work, profiles, self._setting, local, must=must, previous=previous, arrange=self._arrange
-            )
-        return self._call(profiles, choose_pass, work, profiles, self._setting, local, must=must, previous=previous)
+        previous, arrange = self._previous(work), self._arrange
+        return self._call(
+            profiles, choose_pass, work, profiles, self._setting, local, must=must, previous=previous, arrange=arrange
+        )
 
     def plan_again(self, work: PassWork, unable: Collection[str], barred: Collection[str]) -> ResidentPlan:
         """Place layers on other devices than `unable` ones and, where possible, than `barred` ones, found wrong.
@@ -177,19 +176,16 @@ class Planning:
         *args: _Arguments.args,
         **kwargs: _Arguments.kwargs,
     ) -> _Result:
-        if profiles is None or len(profiles) <= _FEW_DEVICES:
+        is_small = profiles is None or len(profiles) <= _FEW_DEVICES
+        if is_small or self._arrange is not plan_columns:  # another one may not be picklable, such as a test's closure
             return function(*args, **kwargs)
         return self._process.call(function, *args, **kwargs)
 
     # -------------------------------------------------------------------------------------------- arrangements
 
     def _place(self, work: PassWork, profiles: Profiles) -> ResidentPlan:
-        previous = self._previous(work)
-        if self._arrange is not None:
-            plan = plan_pass(work, profiles, self._setting, previous=previous, arrange=self._arrange)
-        else:
-            plan = self._call(profiles, plan_pass, work, profiles, self._setting, previous=previous)
-        return plan
+        previous, arrange = self._previous(work), self._arrange
+        return self._call(profiles, plan_pass, work, profiles, self._setting, previous=previous, arrange=arrange)
 
     def _remember(self, work: PassWork, plan: ResidentPlan) -> None:
         self.latest = plan

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -169,5 +169,8 @@ class GemmResults:
         return matrix.T if self._layout == "nt" else matrix
 
 
-class _HasPiece:
-    piece: Piece
+class _HasPiece(Protocol):
+    """What a task's work tells a check."""
+
+    @property
+    def piece(self) -> Piece: ...

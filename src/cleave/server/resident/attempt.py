@@ -223,7 +223,6 @@ class Attempt:
     def _unit_result(self, work: UnitWork) -> UnitResult:
         unit = work.unit
         return UnitResult(
-            attempt=self,
             unit=unit,
             stage=self._pipeline.stage_of(unit.seat.shard),
             rows=work.rows,
@@ -262,7 +261,6 @@ class Attempt:
         yield Keep(
             self._run,
             GradientPart(
-                attempt=self,
                 account=account,
                 index=work.index,
                 view=view,

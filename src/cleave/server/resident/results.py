@@ -32,7 +32,6 @@ from cleave.server.resident.audits import AuditTotals
 class UnitResult:
     """The complete result of a unit, as received."""
 
-    attempt: object
     unit: Unit
     stage: int
     rows: int
@@ -51,7 +50,6 @@ class UnitResult:
 class GradientPart:
     """A rectangle of a weight's gradient, and which parts of it were not returned before."""
 
-    attempt: object
     account: Account
     index: int
     view: View

@@ -40,7 +40,7 @@ from cleave.server.resident.activations import Activations, Batched
 from cleave.server.resident.attempt import Attempt
 from cleave.server.resident.audit_case import AuditCase
 from cleave.server.resident.audits import Audits
-from cleave.server.resident.results import GradientPart, ResidentResults, UnitResult
+from cleave.server.resident.results import GradientPart, ResidentResults
 from cleave.server.resident.tasks import HoldWork, ResidentTasks, ResidentWork
 
 log = logging.getLogger(__name__)
@@ -85,11 +85,10 @@ class ResidentRun:
         self._course: Course = "forward"
         self._attempt: Attempt | None = None
         self._last: Attempt | None = None
-        """The last attempt that ended: its devices hold the weights."""
+        """The last attempt that ended: its devices hold the weights, and its results may still be in the pool."""
         self._activations: Activations | None = None
         self._next_plan: ResidentPlan | None = None
         """Plan to follow once the previous attempt's results are stored."""
-        self._keeping = 0
         self._planned_for = -1
         self._is_parked = False
         self._arrivals: SimpleQueue[tuple[int, Matrix] | None] = SimpleQueue()
@@ -131,7 +130,7 @@ class ResidentRun:
                 yield from self._plan_again()
             case InfeasibleError():
                 yield from self._park(str(plan))
-            case ResidentPlan() if self._keeping:
+            case ResidentPlan() if self._is_storing:
                 self._next_plan = plan
             case ResidentPlan():
                 yield from self._try(plan, now)
@@ -248,22 +247,26 @@ class ResidentRun:
 
     def accepted(self, accept: Accept, payload: object, now: float) -> Requests:
         if self._attempt is not None and not isinstance(accept.task.work, HoldWork):
-            before = self._attempt.keeping
             yield from self._attempt.accepted(accept, payload)
-            self._keeping += self._attempt.keeping - before
 
     def kept(self, item: object, now: float) -> Requests:
-        self._keeping -= 1
-        assert isinstance(item, UnitResult | GradientPart)
         attempt = self._attempt
-        if attempt is not None and item.attempt is attempt:
+        if attempt is not None:  # which began when all results of the one before were stored
             yield from attempt.kept(item, now)
             if isinstance(item, GradientPart) and self.batch.is_piecemeal and not self._audits.are_open:
                 self._deliver(attempt, item)
             yield from self._go_on(now)
-        elif self._next_plan is not None and not self._keeping:
+            return
+        assert self._last is not None
+        self._last.keeping -= 1
+        if self._next_plan is not None and not self._is_storing:
             plan, self._next_plan = self._next_plan, None
             yield from self._try(plan, now)
+
+    @property
+    def _is_storing(self) -> bool:
+        """Whether results of an attempt that ended are still being stored."""
+        return self._last is not None and self._last.keeping > 0
 
     def _deliver(self, attempt: Attempt, item: GradientPart) -> None:
         """Hand out the gradients of a shard as soon as they are complete."""
