@@ -45,22 +45,17 @@ class Desks:
         for shard in self._shards.get(device, ()):
             yield shard, self._desks[shard][device]
 
-    def shards(self, device: DeviceId) -> Collection[Shard]:
-        return self._shards.get(device, ())
-
     def add(self, shard: Shard, desk: Desk) -> None:
         assert desk.device not in self._desks[shard], "a device has one desk at a shard"
         self._desks[shard][desk.device] = desk
         self._shards.setdefault(desk.device, []).append(shard)
         self._place(shard, desk)
 
-    def remove(self, device: DeviceId) -> list[Shard]:
-        """Remove every desk of a device; return the shards it served."""
-        shards = self._shards.pop(device, [])
-        for shard in shards:
+    def remove(self, device: DeviceId) -> None:
+        """Remove every desk of a device."""
+        for shard in self._shards.pop(device, ()):
             del self._desks[shard][device]
             self._free[shard].discard(device)
-        return shards
 
     def take(self, shard: Shard, desk: Desk) -> None:
         """Open a sequence."""
