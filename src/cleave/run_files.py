@@ -1,0 +1,138 @@
+"""Run directories: where they lie, which one is newest, and which process is training in one.
+
+    $CLEAVE_HOME/runs/20260131-142500/  config.toml  events.jsonl  checkpoints/  model/     what `train` writes
+                                        server.json                                         this module: see `claim`
+
+A run that trains holds a claim on its directory, `server.json`. A killed process leaves it behind, so a claim counts
+only while its process lives; the process's start time tells it from a later one with the same id. Knows no formats of
+other files; `cleave.runs` reads them.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Final
+
+import msgspec
+import psutil
+
+from cleave.disk import write_whole
+from cleave.errors import InputError
+
+_LOG: Final = logging.getLogger(__name__)
+SETTINGS: Final = "config.toml"
+EVENTS: Final = "events.jsonl"
+_CLAIM: Final = "server.json"
+_SAME_START_S: Final = 2.0  # the clock may be set while a process runs, which moves its start time a little
+
+
+class Claim(msgspec.Struct, frozen=True, kw_only=True):
+    """The process that trains in a run directory."""
+
+    pid: int
+    created_s: float
+    """When the process started, in seconds since 1970."""
+    url: str | None = None
+    """Where devices join, without a token; None while it is not known."""
+    host: str = ""
+    """Name of the process's machine or container."""
+
+    @property
+    def is_visible(self) -> bool:
+        """Whether the process is on this machine, so that its end would be noticed."""
+        return self.host == platform.node()
+
+
+# ---------------------------------------------------------------------------------------------------- directories
+
+
+def runs_home() -> Path:
+    """Return the directory of all runs that got no --out: $CLEAVE_HOME/runs, by default ~/.cleave/runs."""
+    return Path(os.environ.get("CLEAVE_HOME") or Path.home() / ".cleave") / "runs"
+
+
+def new_run(home: Path | None = None) -> Path:
+    """Name a run directory by the time, such as 20260131-142500. Does not create it."""
+    stem = (home or runs_home()) / time.strftime("%Y%m%d-%H%M%S")
+    path, number = stem, 1
+    while path.exists():
+        number += 1
+        path = stem.with_name(f"{stem.name}-{number}")
+    return path
+
+
+def find_runs(home: Path | None = None) -> list[Path]:
+    """List the run directories directly inside `home`, newest first."""
+    try:
+        found = [path for path in (home or runs_home()).iterdir() if (path / SETTINGS).is_file()]
+    except OSError:
+        return []
+    return sorted(found, key=lambda path: ((path / SETTINGS).stat().st_mtime_ns, path.name), reverse=True)
+
+
+def newest_run(home: Path | None = None) -> Path | None:
+    """Return the run directory whose settings were written last; None if there is none."""
+    return next(iter(find_runs(home)), None)
+
+
+# --------------------------------------------------------------------------------------------------------- claims
+
+
+def claim(directory: Path, url: str | None = None) -> None:
+    """Claim a run directory for this process, or update its claim with the address devices join.
+
+    Raise InputError if another process trains there. A full disk is no reason not to train: then there is no claim.
+    """
+    holder = running(directory)
+    if holder is not None and holder.is_visible and holder.pid != os.getpid():
+        advice = "wait for it, stop it, or give another --out"
+        raise InputError(f"process {holder.pid} is training in {directory} already; {advice}")
+    created_s = psutil.Process().create_time()
+    own = Claim(pid=os.getpid(), created_s=created_s, url=url, host=platform.node())
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        write_whole(directory / _CLAIM, msgspec.json.encode(own) + b"\n")
+    except OSError as fault:
+        _LOG.warning("cannot write %s: %s", directory / _CLAIM, fault.strerror or fault)
+
+
+def release(directory: Path) -> None:
+    """Give up this process's claim; one of another process stays."""
+    holder = _read(directory)
+    if holder is not None and holder.pid == os.getpid() and holder.is_visible:
+        try:
+            (directory / _CLAIM).unlink(missing_ok=True)
+        except OSError as fault:
+            _LOG.warning("cannot remove %s: %s", directory / _CLAIM, fault.strerror or fault)
+
+
+def running(directory: Path) -> Claim | None:
+    """Return the claim of the process that trains in a run directory; None if there is none or it has ended.
+
+    Whether a process of another machine or container still lives cannot be seen from here, so its claim counts.
+    """
+    holder = _read(directory)
+    return holder if holder is not None and (not holder.is_visible or _lives(holder)) else None
+
+
+def _read(directory: Path) -> Claim | None:
+    try:
+        return msgspec.json.decode((directory / _CLAIM).read_bytes(), type=Claim)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        return None
+
+
+def _lives(holder: Claim) -> bool:
+    try:
+        process = psutil.Process(holder.pid)
+        return (
+            abs(process.create_time() - holder.created_s) < _SAME_START_S and process.status() != psutil.STATUS_ZOMBIE
+        )
+    except (psutil.NoSuchProcess, ValueError, OverflowError):
+        return False
+    except psutil.AccessDenied:  # it exists, and belongs to someone else
+        return True

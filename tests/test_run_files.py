@@ -1,0 +1,162 @@
+"""Run directories and claims on them: who is training where, as seen by another process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from cleave import run_files
+from cleave.errors import InputError
+
+URL = "wss://192.168.1.20:7077"
+CLAIM_AND_WAIT = (
+    "import sys; from pathlib import Path; from cleave import run_files;"
+    "run_files.claim(Path(sys.argv[1]), sys.argv[2]); print('claimed', flush=True); sys.stdin.read()"
+)
+
+
+def a_run(home: Path, name: str, written_s: int) -> Path:
+    (home / name).mkdir(parents=True)
+    (home / name / "config.toml").touch()
+    os.utime(home / name / "config.toml", (written_s, written_s))
+    return home / name
+
+
+def train_elsewhere(directory: Path) -> subprocess.Popen[bytes]:
+    """Start a process that claims the directory and lives until it is killed."""
+    started = subprocess.Popen(
+        [sys.executable, "-c", CLAIM_AND_WAIT, str(directory), URL], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert started.stdout is not None
+    assert started.stdout.readline().strip() == b"claimed"
+    return started
+
+
+def kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def test_a_claim_holds_until_it_is_released(tmp_path: Path) -> None:
+    assert run_files.running(tmp_path) is None
+    run_files.claim(tmp_path, URL)
+    holder = run_files.running(tmp_path)
+    assert holder is not None
+    assert (holder.pid, holder.url) == (os.getpid(), URL)
+    assert holder.created_s == pytest.approx(psutil.Process().create_time(), abs=1)
+    run_files.release(tmp_path)
+    assert run_files.running(tmp_path) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_process_may_renew_its_own_claim(tmp_path: Path) -> None:
+    run_files.claim(tmp_path / "made" / "on the way", None)
+    run_files.claim(tmp_path / "made" / "on the way", URL)
+    holder = run_files.running(tmp_path / "made" / "on the way")
+    assert holder is not None
+    assert holder.url == URL
+
+
+def test_only_one_process_trains_in_a_directory(tmp_path: Path) -> None:
+    other = train_elsewhere(tmp_path)
+    try:
+        with pytest.raises(InputError, match=str(other.pid)):
+            run_files.claim(tmp_path, None)
+        run_files.release(tmp_path)
+        holder = run_files.running(tmp_path)
+        assert holder is not None, "a process gives up only its own claim"
+        assert (holder.pid, holder.url) == (other.pid, URL)
+    finally:
+        kill(other)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="there are no zombies")
+def test_a_claim_dies_with_its_process_even_before_its_parent_notices(tmp_path: Path) -> None:
+    other = train_elsewhere(tmp_path)
+    try:
+        other.send_signal(signal.SIGKILL)
+        os.waitid(os.P_PID, other.pid, os.WEXITED | os.WNOWAIT)  # dead, and still listed
+        assert run_files.running(tmp_path) is None
+    finally:
+        kill(other)
+    run_files.claim(tmp_path, None)
+    holder = run_files.running(tmp_path)
+    assert holder is not None
+    assert holder.pid == os.getpid()
+
+
+def change(tmp_path: Path, **fields: object) -> None:
+    run_files.claim(tmp_path, URL)
+    file = tmp_path / "server.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+
+
+def test_a_later_process_with_the_same_id_does_not_hold_the_claim(tmp_path: Path) -> None:
+    change(tmp_path, created_s=psutil.Process().create_time() - 3600)
+    assert run_files.running(tmp_path) is None
+
+
+def test_a_claim_from_another_host_counts_as_it_cannot_be_checked_but_does_not_bar_a_restart(tmp_path: Path) -> None:
+    change(tmp_path, host="a-container-that-was-replaced", pid=1)
+    assert run_files.running(tmp_path) is not None
+    run_files.release(tmp_path)
+    assert run_files.running(tmp_path) is not None
+    run_files.claim(tmp_path, None)
+    holder = run_files.running(tmp_path)
+    assert holder is not None
+    assert holder.is_visible
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"pid": "one"}', '{"pid": 1}', '{"pid": -1, "created_s": 0}', "\0" * 40]
+)
+def test_a_damaged_claim_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "server.json").write_text(text)
+    holder = run_files.running(tmp_path)
+    assert holder is None or not holder.is_visible
+    run_files.claim(tmp_path, None)
+
+
+def test_a_full_disk_is_no_reason_not_to_train(
+    tmp_path: Path, limit_files: Callable[[int | None], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    limit_files(8)
+    run_files.claim(tmp_path, URL)
+    limit_files(None)
+    assert "server.json" in caplog.text
+    assert run_files.running(tmp_path) is None
+
+
+def test_the_newest_run_is_the_one_whose_settings_were_written_last(tmp_path: Path) -> None:
+    assert run_files.newest_run(tmp_path / "missing") is None
+    assert run_files.newest_run(tmp_path) is None
+    last, first = a_run(tmp_path, "a", 2000), a_run(tmp_path, "z", 1000)
+    (tmp_path / "no run").mkdir()
+    (tmp_path / "a file").touch()
+    assert run_files.find_runs(tmp_path) == [last, first]
+    assert run_files.newest_run(tmp_path) == last
+
+
+def test_runs_lie_in_cleave_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CLEAVE_HOME", str(tmp_path))
+    assert run_files.runs_home() == tmp_path / "runs"
+    monkeypatch.delenv("CLEAVE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_files.runs_home() == tmp_path / ".cleave" / "runs"
+
+
+def test_a_new_run_never_takes_the_directory_of_another(tmp_path: Path) -> None:
+    names: set[Path] = set()
+    for _ in range(3):
+        path = run_files.new_run(tmp_path)
+        path.mkdir()
+        names.add(path)
+    assert len(names) == 3
