@@ -151,7 +151,9 @@ def _check_plot(path: Path) -> None:
         raise InputError(f"expected --plot to end in .png, .svg or .pdf, got {path}; rename it")
     if not path.parent.is_dir():
         raise InputError(f"--plot {path}: there is no folder {path.parent}; make it first")
+    from cleave.extras import install_command
+
     try:
         import matplotlib  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError:
-        raise InputError("--plot needs matplotlib, which is not installed; pip install 'cleave[plot]'") from None
+        raise InputError(f"--plot needs matplotlib, which is not installed; run {install_command('plot')}") from None

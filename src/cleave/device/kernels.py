@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from cleave.core.cost.wire import WireFormat
 from cleave.errors import InputError
+from cleave.extras import install_command
 from cleave.protocol.frames import Buffer
 from cleave.protocol.numbers import NumpyCodec
 from cleave.protocol.programs import Layout
@@ -215,7 +216,8 @@ def choose_kernel(choice: KernelChoice, threads: int | None) -> Kernel:
         return NumpyKernel()
     if find_spec("torch") is None:
         if choice == "torch":
-            raise InputError("--kernel torch needs torch, which is not installed; pip install torch, or use numpy")
+            advice = f"run {install_command('train', 'torch')}, or choose --kernel numpy"
+            raise InputError(f"--kernel torch needs torch, which is not installed; {advice}")
         return NumpyKernel()
     import torch
 

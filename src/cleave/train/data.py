@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.errors import InputError
+from cleave.extras import install_command
 
 if TYPE_CHECKING:
     import pyarrow
@@ -230,7 +231,8 @@ def _parquet(file: Path) -> Iterator[str]:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
     except ImportError:
-        raise InputError(f"{file} needs pyarrow, which is not installed; pip install 'cleave[parquet]'") from None
+        advice = install_command("train", "pyarrow")
+        raise InputError(f"{file} needs pyarrow, which is not installed; run {advice}") from None
     with file.open("rb") as stream:
         try:
             table = parquet.ParquetFile(stream)

@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from cleave.errors import InputError
+from cleave.extras import install_command
 
 FILE = "tls.pem"
 
@@ -80,7 +81,8 @@ def _make(path: Path, hosts: list[str]) -> None:
         from cryptography.hazmat.primitives.asymmetric import ec
         from cryptography.x509.oid import NameOID
     except ImportError:
-        raise InputError("--tls needs cryptography, which is not installed; pip install 'cleave[train]'") from None
+        advice = install_command("train", "cryptography")
+        raise InputError(f"--tls needs cryptography, which is not installed; run {advice}") from None
     key = ec.generate_private_key(ec.SECP256R1())
     name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "cleave")])
     now = datetime.datetime.now(datetime.UTC)
