@@ -1,0 +1,1 @@
+"""What lies in run directories: read it, and remove what is no longer needed."""
