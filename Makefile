@@ -6,7 +6,7 @@ BIN := .venv/bin
 # seconds for each target of `make fuzz`
 FUZZ_S ?= 60
 
-.PHONY: demo test test-all check lint types bench bench-server bench-live bench-faults bench-step-planner bench-resident fuzz clean
+.PHONY: demo test test-all check lint types bench bench-server bench-live bench-faults bench-step-planner bench-resident fuzz docs dist clean
 
 demo: .venv/ready
 	$(BIN)/cleave train
@@ -59,5 +59,14 @@ bench-step-planner: .venv/ready
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'
 	touch $@
 
+# the site in build/site; a broken link or anchor is an error
+docs: .venv/ready
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# wheel and source distribution in dist/; the wheel is built from the source distribution, so that is complete
+dist: .venv/ready
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist .
+
 clean:
-	rm -rf .venv build
+	rm -rf .venv build dist

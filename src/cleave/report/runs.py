@@ -33,7 +33,7 @@ def show_list(runs: Sequence[Run], home: Path, *, as_json: bool) -> None:
     if not runs:
         console.print(f"there are no runs in {home}; cleave train starts one", markup=False, soft_wrap=True)
         return
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("run", overflow="fold")
     table.add_column("started", no_wrap=True)
     table.add_column("model", overflow="fold")
@@ -75,7 +75,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     """Lines of the description: label and text."""
     claim = run.claim
     where = "" if claim is None else f", process {claim.pid}" + (f", devices join {claim.url}" if claim.url else "")
-    parameters = "" if run.parameters is None else f", {si(run.parameters, 'parameters')}"
+    parameters = "" if run.parameters is None else f", {si(run.parameters, '').strip()} parameters"
     facts = [
         ("state", f"{run.state}{f': {run.reason}' if run.reason else ''}{where}"),
         ("model", f"{run.model}{parameters}"),
@@ -107,9 +107,9 @@ def _plain(value: object) -> str:
 
 
 def _device_table(devices: Sequence[SeenDevice]) -> Table:
-    table = Table(box=None, padding=(0, 1), pad_edge=False)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("device", overflow="fold")
-    for heading in ("speed", "memory", "joined", "connected", "lost tasks", "audited", "wrong"):
+    for heading in ("speed", "memory", "joined", "time", "lost", "audited", "wrong"):
         table.add_column(heading, justify="right", no_wrap=True)
     for device in devices:
         table.add_row(
