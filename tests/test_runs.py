@@ -215,7 +215,7 @@ def test_runs_are_listed_newest_first_and_found_by_name_path_or_age(home: Path, 
     assert [run.path for run in list_runs(tmp_path / "elsewhere")] == [elsewhere]
     assert [run.path for run in list_runs(elsewhere)] == [elsewhere]
     assert find_run(None) == new
-    assert find_run("z") == old
+    assert find_run("z") == find_run("z/") == old
     assert find_run(str(elsewhere)) == elsewhere
     assert find_run("mine", tmp_path / "elsewhere") == elsewhere
     assert find_run("mine", elsewhere) == elsewhere

@@ -33,7 +33,7 @@ Then open a new shell. Do the same again after an upgrade of Cleave."""
 
 _RUNS: Final = {  # names of runs; where that is not possible, directories
     "bash": "_cleave_runs",
-    "zsh": '_files -/ -W "${CLEAVE_HOME:-$HOME/.cleave}/runs"',
+    "zsh": "_files -/ -W ${CLEAVE_HOME:-$HOME/.cleave}/runs",
     "fish": "(command ls (set -q CLEAVE_HOME; and echo $CLEAVE_HOME; or echo ~/.cleave)/runs 2>/dev/null)",
     "tcsh": "d",
 }

@@ -114,6 +114,7 @@ def find_run(name: str | None, directory: Path | None = None) -> Path:
         if newest is None:
             raise InputError(f"there is no run in {home}; start one with cleave train, or give another --dir")
         return newest
+    name = str(Path(name))  # without the slash that shells add to directories
     is_name = Path(name).name == name and name not in {".", ".."}
     candidates = [home / name, Path(name)] if is_name else [Path(name)]
     if is_name and directory is not None and is_run(directory) and directory.absolute().name == name:
