@@ -88,6 +88,7 @@ def drawings() -> dict[str, str]:
         "product.svg": sequence.draw(PRODUCT),
         "resident-pass.svg": sequence.draw(RESIDENT_PASS),
         "overview.svg": overview.draw(),
+        "overview-narrow.svg": overview.draw_narrow(),
     }
 
 

@@ -7,6 +7,12 @@ from itertools import pairwise
 from docs.diagrams import style
 
 WIDTH, HEIGHT = 840, 584
+_MARGIN = 24
+_TITLE = (
+    "A server with a PyTorch loop, model and optimizer; devices compute blocks of matrix products, "
+    "or keep layers while chunks of tokens flow through them"
+)
+_PROMISES = ("Devices dial in over one port.", "They may join and leave at any time.")
 _COLORS = ("one", "two", "three")
 _NAMES = ("laptop", "desktop", "mini PC")
 _PANEL_TOP, _PANEL_HEIGHT, _PANEL_WIDTH = 138, 392, 388
@@ -15,28 +21,47 @@ _FLOW_END = _SCREEN_TOP - 6
 
 
 def draw() -> str:
-    title = (
-        "A server with a PyTorch loop, model and optimizer; devices compute blocks of matrix products, "
-        "or keep layers while chunks of tokens flow through them"
-    )
-    promise = "Devices dial in over one port. They may join and leave at any time."
-    footer = style.text(WIDTH / 2, HEIGHT - 22, promise, size=17, anchor="middle", kind="soft")
-    body = [*_server(), *_products(24), *_layers(WIDTH - 24 - _PANEL_WIDTH), footer]
-    return style.document("overview", title, WIDTH, HEIGHT, body)
+    """Draw server and both grains side by side."""
+    right = WIDTH - _MARGIN - _PANEL_WIDTH
+    links = [
+        style.path(f"M{x + _PANEL_WIDTH / 2:g} 108V{_PANEL_TOP}", stroke="server", line=1.75) for x in (_MARGIN, right)
+    ]
+    body = [*_server(WIDTH - 2 * _MARGIN, chips_at=(404, 48)), *links, *_products(_MARGIN), *_layers(right)]
+    body.append(_promise(WIDTH / 2, HEIGHT - 22, " ".join(_PROMISES)))
+    return style.document("overview", _TITLE, WIDTH, HEIGHT, body)
 
 
-def _server() -> list[str]:
-    x, y, width, height = 24, 24, WIDTH - 48, 84
-    names = ("training loop", "model", "optimizer")
+def draw_narrow() -> str:
+    """Draw the same for phones: the grains below each other."""
+    width, down, second = _PANEL_WIDTH + 2 * _MARGIN, 46, _PANEL_HEIGHT + 20
+    height = _PANEL_TOP + down + second + _PANEL_HEIGHT + 70
+    body = [
+        *_server(_PANEL_WIDTH, chips_at=(44, 104), height=136),
+        f'<g transform="translate(0 {down})">',
+        *_products(_MARGIN),
+        f'<g transform="translate(0 {second})">',
+        *_layers(_MARGIN),
+        "</g></g>",
+        *(_promise(width / 2, height - 40 + 22 * i, line) for i, line in enumerate(_PROMISES)),
+    ]
+    return style.document("overview-narrow", _TITLE, width, height, body)
+
+
+def _promise(x: float, y: float, content: str) -> str:
+    return style.text(x, y, content, size=17, anchor="middle", kind="soft")
+
+
+def _server(width: float, *, chips_at: tuple[float, float], height: float = 84) -> list[str]:
+    x = y = _MARGIN
+    left, top = chips_at
     chips: list[str] = []
-    left = 404.0
-    for name in names:
-        wide = style.measure(name, 17) + 26
+    for name in ("training loop", "model", "optimizer"):
+        wide = style.measure(name, 17) + 22
         chips += [
-            style.rectangle(left, y + 24, wide, 36, fill="card", stroke="server", radius=18, line=1.25),
-            style.text(left + wide / 2, y + 48, name, size=17, anchor="middle"),
+            style.rectangle(left, top, wide, 36, fill="card", stroke="server", radius=18, line=1.25),
+            style.text(left + wide / 2, top + 24, name, size=17, anchor="middle"),
         ]
-        left += wide + 12
+        left += wide + 10
     return [
         style.rectangle(x, y, width, height, fill="server-fill", stroke="server", radius=12, line=1.75),
         *_rack(x + 24, y + 20),
@@ -187,7 +212,6 @@ def _bars(center: float, index: int) -> list[str]:
 def _panel(x: float, name: str, title: str, promise: str) -> list[str]:
     wide = style.measure(name, 17) + 34
     return [
-        style.path(f"M{x + _PANEL_WIDTH / 2:g} 108V{_PANEL_TOP}", stroke="server", line=1.75),
         style.rectangle(x, _PANEL_TOP, _PANEL_WIDTH, _PANEL_HEIGHT, fill="panel", stroke="edge", radius=12),
         style.rectangle(x + 20, _PANEL_TOP + 18, wide, 28, fill="server", radius=14),
         style.text(x + 20 + wide / 2, _PANEL_TOP + 38, name, size=17, anchor="middle", kind="bold", color="card"),
