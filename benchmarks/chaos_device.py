@@ -7,9 +7,9 @@ import contextlib
 import os
 import sys
 
-from cleave.device.join import socket_url
 from cleave.errors import CleaveError
 from cleave.protocol import messages
+from cleave.transport.address import parse_address
 from cleave.transport.base import Channel
 from cleave.transport.websocket import dial
 
@@ -17,7 +17,7 @@ from cleave.transport.websocket import dial
 async def main(url: str, kind: str) -> None:
     while True:
         with contextlib.suppress(CleaveError):
-            channel = await dial(socket_url(url))
+            channel = await dial(parse_address(url).url)
             await _join(channel)
             await (_flood(channel) if kind == "flood" else asyncio.sleep(3600))
         await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Cleave trains foundation models on idle laptops, desktops and phones.
+"""Cleave trains PyTorch models on idle laptops and desktops.
 
 Public names are imported on first use, so that `import cleave` and `cleave --help` stay fast.
 """
@@ -37,6 +37,15 @@ def __getattr__(name: str) -> object:
         raise AttributeError(f"module 'cleave' has no attribute {name!r}")
     from importlib import import_module
 
-    value: object = getattr(import_module(_MODULES[name]), name)
+    try:
+        value: object = getattr(import_module(_MODULES[name]), name)
+    except ImportError as fault:
+        if fault.name is None or fault.name.startswith("cleave"):
+            raise
+        from cleave.extras import install_command
+
+        advice = f"install it with: {install_command('train')}"
+        problem = f"cleave.{name} needs {fault.name}, which is not installed; {advice}"
+        raise ImportError(problem, name=fault.name) from None
     globals()[name] = value  # cache it, so that this runs once per name
     return value

@@ -25,6 +25,7 @@ from cleave.core.verify.trust import Policy
 from cleave.errors import InputError
 from cleave.settings import Alone, Offload
 
+_LOCAL_DEVICES = 4
 _MAX_MAGNITUDE = 1e300  # rejects infinities, and integers beyond any float
 
 
@@ -80,6 +81,9 @@ class TrainConfig:
     """Betas of AdamW."""
     clip: Annotated[float, Range(0)] = 1.0
     """Gradient clipping by global norm; 0 disables it."""
+    dropout: Annotated[float, Range(0, 0.999)] | None = None
+    """Dropout probability; default: 0 for a model with fresh weights, a loaded model's own. Layers stay resident on
+    devices only without it."""
     seed: Annotated[int, Range(0, 2**63 - 1)] = 1
     """Seed for initial weights, data order, dropout and the text sample."""
     eval_every: CountOrZero = 50
@@ -101,14 +105,14 @@ class TrainConfig:
     computed. A run stopped in the middle of a step then resumes from its last checkpoint."""
     offload: Offload = settings.OFFLOAD
     """auto: keep gemms on the server that are not worth sending; always: send every gemm."""
-    devices: CountOrZero = 4
-    """Local device processes to start; 0 waits for others to join."""
+    devices: CountOrZero | None = None
+    """Device processes to start on this machine; default: 4, or 0 if `listen` is set, where others join."""
     device_threads: Count = settings.DEVICE_THREADS
     """Threads per local device."""
     trust: Policy = settings.TRUST
     """Share of the work on resident layers to audit: a random sample, all (strict), or none."""
-    listen: str = "127.0.0.1:0"
-    """HOST:PORT that devices dial; port 0 picks a free one."""
+    listen: str | None = None
+    """HOST:PORT that devices dial, port 0 for any free one; default: this machine only."""
     token: str | None = None
     """Secret that devices need to join. Only its hash is written to the run directory."""
     tls: bool = False
@@ -119,12 +123,13 @@ class TrainConfig:
     """PEM file of the certificate's key, if separate."""
     out: Path | None = None
     """Run directory; default: a new one."""
-    wait_s: Annotated[float, Range(0, above=True)] = 60.0
-    """Seconds to wait for the first device."""
+    wait_s: Annotated[float, Range(0, above=True)] | None = None
+    """Seconds to wait for the first devices before giving up; default: 60 for local ones, without limit for others."""
     alone: Alone = settings.ALONE
     """While no device is connected: wait for one to join, or compute on the server until then."""
-    alone_wait_s: Annotated[float, Range(0, above=True)] = settings.ALONE_WAIT_S
-    """Seconds without a device before the run stops, with its last finished step saved."""
+    alone_wait_s: Annotated[float, Range(0, above=True)] | None = None
+    """Seconds without a device before the run stops, with its last finished step saved; default: 3600, or without limit
+    if other machines can join."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the parameters."""
     autocast: Literal["bf16"] | None = None
@@ -140,18 +145,30 @@ class TrainConfig:
     def tokens_per_step(self) -> int:
         return self.sequence * self.batch * self.accumulate
 
+    @property
+    def address(self) -> str:
+        """HOST:PORT to listen on."""
+        return self.listen or "127.0.0.1:0"
+
+    @property
+    def local_devices(self) -> int:
+        """Device processes to start on this machine."""
+        if self.devices is not None:
+            return self.devices
+        return _LOCAL_DEVICES if self.listen is None else 0
+
 
 def load_config(path: Path | None, overrides: Mapping[str, object]) -> TrainConfig:
     """Merge defaults, file and overrides, in rising precedence; overrides that are None are ignored."""
     values: dict[str, object] = {}
     for key, value in _read(path).items() if path is not None else ():
-        values[_field_name(key, f" in {path}")] = value
+        values[_field_name(key, f" in {path}", value)] = value
     for key, value in overrides.items():
         if value is not None:
             values[_field_name(key, "")] = value
     hints = get_type_hints(TrainConfig, include_extras=True)
     config = TrainConfig(**{name: _convert(name, hints[name], value) for name, value in values.items()})  # pyright: ignore[reportArgumentType]
-    _check_address(config.listen)
+    _check_address(config.address)
     if config.tls_key is not None and config.tls_certificate is None:
         raise InputError("expected tls_certificate along with tls_key, got the key alone; give both, or only tls")
     return config
@@ -176,11 +193,13 @@ def _read(path: Path) -> dict[str, object]:
         raise InputError(f"expected TOML in {path}, but {fault}; correct the file") from None
 
 
-def _field_name(key: str, where: str) -> str:
+def _field_name(key: str, where: str, value: object = None) -> str:
     name = key.replace("-", "_")
     names = [field.name for field in fields(TrainConfig)]
     if name in names:
         return name
+    if isinstance(value, dict):
+        raise InputError(f"expected settings without a section{where}, got [{key}]; remove that line, as all are flat")
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     advice = f"did you mean {close[0]}?" if close else f"the settings are {', '.join(names)}"
     raise InputError(f"there is no setting {reprlib.repr(key)}{where}; {advice}")

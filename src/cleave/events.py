@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -34,6 +35,12 @@ class RunStarted(Event, frozen=True, kw_only=True):
     tokens_per_step: int
     wire: str
     seed: int
+    weights: Literal["fresh", "pretrained", ""] = ""
+    """Whether the initial weights were drawn at random or loaded; empty in logs of older runs."""
+    tokenizer: Literal["bytes", "model", ""] = ""
+    """Whether a token is a byte of text, or comes from the model's own tokenizer."""
+    passes_per_step: int = 1
+    """Micro-batches per step."""
 
 
 class DeviceJoined(Event, frozen=True, kw_only=True):
@@ -60,13 +67,25 @@ class DeviceLate(Event, frozen=True, kw_only=True):
     """A device missed its deadline: its work is hedged, and it gets none until it responds."""
 
     device: str
+    is_only: bool = False
+    """Whether no other device is connected, so that nobody can hedge."""
 
 
 class DeviceIdle(Event, frozen=True, kw_only=True):
-    """A device gets no work, as every product would finish later with it than without."""
+    """A device gets no work, as the plans are faster without it."""
 
     device: str
     reason: str
+
+
+class GrainChosen(Event, frozen=True, kw_only=True):
+    """The grain of the model's layers was chosen, or changed with the fleet."""
+
+    grain: Literal["resident", "gemm", "server"]
+    """`server`: computed by the training process itself."""
+    reason: str
+    predicted_s: float | None = None
+    """Predicted seconds of one batch, forward and backward, on devices or on the server."""
 
 
 class ResultRefused(Event, frozen=True, kw_only=True):
@@ -161,6 +180,7 @@ AnyEvent = (
     | DeviceLeft
     | DeviceLate
     | DeviceIdle
+    | GrainChosen
     | ResultRefused
     | Audited
     | Recovered

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from cleave import Fleet, distribute, events
-from cleave.device.join import socket_url
 from cleave.device.kernels import NumpyKernel
 from cleave.device.worker import Contribution, Offer, Worker
 from cleave.errors import ConnectionLost
+from cleave.transport.address import parse_address
 from cleave.transport.faulty import Fault, FaultyChannel
 from cleave.transport.websocket import dial
 
@@ -182,7 +182,7 @@ def test_a_liar_is_caught_and_the_devices_that_follow_it_train_like_one_machine(
 async def _lie_to(url: str) -> None:
     """Join as a liar, in a manner drawn for each result, until disconnected."""
     channel = FaultyChannel(
-        await dial(socket_url(url)), (Fault(kind="lie", phase="joining"),), np.random.default_rng(0)
+        await dial(parse_address(url).url), (Fault(kind="lie", phase="joining"),), np.random.default_rng(0)
     )
     offer = Offer(name="liar", token="", flops_per_s=5e10, memory_bytes=64_000_000)
     worker = Worker(channel, NumpyKernel(), offer, Contribution())

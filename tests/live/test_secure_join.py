@@ -10,13 +10,14 @@ import pytest
 from tests.live.conftest import Start
 from tests.support.commands import PATIENCE_S, Process, joined, last_step, run, wait_until
 
-from cleave.cli.train import _TrainingRun
+from cleave.cli.training_run import run_keys
 from cleave.config import TrainConfig
 from cleave.errors import InputError
+from cleave.run_files import running
 from cleave.server.admission.tokens import FILE, Keys
 
 pytestmark = pytest.mark.timeout(400)
-JOIN = re.compile(r"devices join with:\s+cleave\s+join\s+wss://\S+:(\d+)#sha256:([0-9a-f]{64})\s+--token\s+(\S+)")
+JOIN = re.compile(r"^cleave join \S+:(\d+)#([\w-]+)\.([\w-]{22})$", re.MULTILINE)
 
 
 def join(home: Path, url: str, token: str) -> subprocess.CompletedProcess[str]:
@@ -28,12 +29,15 @@ def test_a_tls_run_admits_only_devices_that_know_its_token_and_certificate(
 ) -> None:
     out = tmp_path / "run"
     server = start("server", "train", settings, "--steps", "2", "--listen", "0.0.0.0:0", "--tls", "--out", str(out))
-    port, fingerprint, token = _printed(tmp_path / "server.out", server)
-    url = f"wss://127.0.0.1:{port}"
+    port, token, pin = _printed(tmp_path / "server.out", server)
+    url, claim = f"wss://127.0.0.1:{port}", running(out)
+    assert claim is not None
+    assert claim.url is not None
+    fingerprint = claim.url.partition("#sha256:")[2]
     pinned = f"{url}#sha256:{fingerprint}"
 
-    for wrong in ("", "guess"):
-        refused = join(tmp_path, pinned, wrong)
+    for address in (pinned, f"127.0.0.1:{port}#guess.{pin}"):
+        refused = join(tmp_path, address, "")
         assert refused.returncode == 2
         assert "wrong or missing token" in refused.stderr
     for address, sentence in (
@@ -46,7 +50,15 @@ def test_a_tls_run_admits_only_devices_that_know_its_token_and_certificate(
         assert sentence in refused.stderr
         assert token not in refused.stderr
 
-    assert join(tmp_path, pinned, token).returncode == 0
+    added = run(tmp_path, "token", "add", "--out", str(out))
+    assert added.returncode == 0
+    short = JOIN.search(added.stdout)
+    assert short
+    assert short[1] == port
+    assert short[2] != token
+    lent = join(tmp_path, f"127.0.0.1:{port}#{short[2]}.{short[3]}", "")
+    assert lent.returncode == 0
+    assert short[2] not in lent.stderr
     assert server.wait(PATIENCE_S) == 0
     assert joined(out) == ["guest"]
     assert last_step(out) == 2
@@ -61,10 +73,8 @@ def test_a_tls_run_admits_only_devices_that_know_its_token_and_certificate(
 # ------------------------------------------------------------------------------------------------ which token is shown
 
 
-def keys_of(
-    directory: Path, *, resume: bool = False, token: str | None = None, listen: str = "0.0.0.0:0"
-) -> tuple[Keys, str]:
-    return _TrainingRun(TrainConfig(token=token, listen=listen), directory, resume=resume)._keys()
+def keys_of(directory: Path, *, token: str | None = None, listen: str = "0.0.0.0:0") -> tuple[Keys, str]:
+    return run_keys(TrainConfig(token=token, listen=listen), directory)
 
 
 def test_only_a_run_reachable_from_other_machines_makes_a_token(tmp_path: Path) -> None:
@@ -81,20 +91,20 @@ def test_only_a_run_reachable_from_other_machines_makes_a_token(tmp_path: Path) 
 
 def test_a_device_that_waited_for_a_restart_rejoins_with_its_old_token(tmp_path: Path) -> None:
     _, before = keys_of(tmp_path)
-    keys, after = keys_of(tmp_path, resume=True)
+    keys, after = keys_of(tmp_path)
     assert before != after
     assert keys.identify(before) != keys.identify(after)
     assert keys.identify(before)
 
 
 def test_a_chosen_token_stays_one_key_across_resumes_until_it_is_revoked(tmp_path: Path) -> None:
-    for resume in (False, True, True):
-        keys, token = keys_of(tmp_path, resume=resume, token="chosen by a person", listen="127.0.0.1:0")
+    for _ in range(3):
+        keys, token = keys_of(tmp_path, token="chosen by a person", listen="127.0.0.1:0")
         assert token == "chosen by a person"
         assert [key.id for key in keys.list()] == [keys.identify(token)]
     keys.revoke(keys.list()[0].id)
     with pytest.raises(InputError, match="choose another"):
-        keys_of(tmp_path, resume=True, token="chosen by a person")
+        keys_of(tmp_path, token="chosen by a person")
 
 
 def test_a_run_can_start_with_tokens_made_beforehand(tmp_path: Path) -> None:
@@ -103,12 +113,20 @@ def test_a_run_can_start_with_tokens_made_beforehand(tmp_path: Path) -> None:
     keys, made = keys_of(tmp_path)  # an administrator is not a device
     assert made
     assert keys.identify(admin_only) is None
-    assert keys_of(tmp_path)[1] == ""
     assert len(person.list()) == 2
 
 
+def test_every_start_in_a_directory_shows_a_token_that_works(tmp_path: Path) -> None:
+    shown = [keys_of(tmp_path)[1] for _ in range(3)]
+    keys = Keys(path=tmp_path / FILE)
+    assert len({keys.identify(token) for token in shown}) == 3
+    assert all(shown)
+    keys, local = keys_of(tmp_path, listen="127.0.0.1:0")  # started with a token before, and now only for this machine
+    assert keys.identify(local)
+
+
 def _printed(output: Path, server: Process) -> tuple[str, str, str]:
-    """Port, fingerprint and token as printed on the screen."""
+    """Port, token and pin as printed on the screen."""
     wait_until(lambda: JOIN.search(output.read_text()), server)
     shown = JOIN.search(output.read_text())
     assert shown

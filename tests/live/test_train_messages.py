@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,12 @@ def test_a_nan_loss_ends_the_run_with_advice_and_loses_nothing(
 def test_offload_auto_says_when_nothing_is_worth_sending(
     tmp_path: Path, settings: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ["--devices", "1", "--steps", "2", "--offload", "auto", "--out", str(tmp_path / "run")]
+    flags = ["--devices", "1", "--steps", "2", "--offload", "auto", "--out", str(tmp_path / "run"), "--json"]
     assert main(["train", settings, *flags]) == 0
-    assert "worth sending" in " ".join(capsys.readouterr().err.split())
+    told = capsys.readouterr()
+    assert "devices have no work" in told.err
+    summary = json.loads(told.out)
+    assert summary["grain"] == "server"
+    (device,) = summary["devices"]
+    assert device["tasks"] == 0
+    assert "offload always" in device["idle_reason"]

@@ -42,13 +42,13 @@ class Place:
 
     def __init__(self, profiles: Profiles | None, arrange: Callable[..., ResidentPlan] = plan_columns) -> None:
         self.number, self.profiles = 0, profiles
-        self.said: list[str] = []
+        self.told: list[PassChoice] = []
         self.previous: list[ResidentPlan | None] = []
         self._inner = arrange
         self.planning = Planning(
             Setting(wire="fp32"),
             fleet=lambda: (self.number, self.profiles),
-            say=self.said.append,
+            tell=self.told.append,
             arrange=self._arrange,
         )
 
@@ -82,12 +82,13 @@ def test_the_grain_predicted_to_be_faster_is_chosen_and_reported() -> None:
     assert not choice.is_resident
     assert choice.plan is None
     assert "1e+06 s with resident layers" in choice.reason
-    assert slow.said == [f"grain gemm: {choice.reason}"]
+    assert [(told.grain, told.reason) for told in slow.told] == [("gemm", choice.reason)]
     fast = Place(devices("ann", "bob"), taking(1e-9))
     assert fast.choose().is_resident
-    (said,) = fast.said
-    assert said.startswith("grain resident: ")
-    assert "with gemms" in said
+    (told,) = fast.told
+    assert told.grain == "resident"
+    assert told.predicted_s == told.resident_s < told.gemm_s
+    assert "with gemms" in told.reason
 
 
 def test_resident_layers_can_be_forced_even_if_slower() -> None:
@@ -120,11 +121,11 @@ def test_the_grain_is_chosen_and_reported_once_for_the_same_devices() -> None:
     place.change(devices("ann", "bob", rate=2e6))
     place.planning.step_ended()
     reasons.add(place.choose().reason)
-    assert len(reasons) == len(place.said) == 1
+    assert len(reasons) == len(place.told) == 1
     place.change(devices("ann", "bob", "cid"))
     place.planning.step_ended()
     place.choose()
-    assert len(place.said) == 2
+    assert len(place.told) == 2
 
 
 def test_an_unchanged_fleet_is_planned_once() -> None:
@@ -176,7 +177,7 @@ def test_devices_found_wrong_are_avoided_when_others_can_do_the_work() -> None:
 def test_large_fleets_are_planned_in_another_process_with_the_same_result() -> None:
     names = [f"d{number}" for number in range(40)]
     place = Place(devices(*names))
-    planning = Planning(Setting(wire="fp32"), fleet=lambda: (1, place.profiles), say=place.said.append)
+    planning = Planning(Setting(wire="fp32"), fleet=lambda: (1, place.profiles), tell=place.told.append)
     try:
         there = planning.layer(LINEAR, HERE).plan
     finally:

@@ -18,7 +18,20 @@ def _file(directory: Path, text: str) -> Path:
 
 
 def test_without_a_file_and_overrides_the_config_is_the_demo() -> None:
-    assert load_config(None, {}) == TrainConfig(model="demo", data=None, devices=4)
+    config = load_config(None, {})
+    assert config == TrainConfig(model="demo", data=None)
+    assert config.local_devices == 4
+
+
+def test_a_run_that_others_can_join_starts_no_local_devices_unless_told_to() -> None:
+    assert load_config(None, {"listen": "0.0.0.0:7077"}).local_devices == 0
+    assert load_config(None, {"listen": "0.0.0.0:7077", "devices": 2}).local_devices == 2
+
+
+def test_a_section_in_a_file_is_refused_with_its_name(tmp_path: Path) -> None:
+    path = _file(tmp_path, "[train]\nsteps = 7\n")
+    with pytest.raises(InputError, match=r"\[train\].*remove"):
+        load_config(path, {})
 
 
 def test_overrides_win_over_the_file_and_none_means_not_given(tmp_path: Path) -> None:

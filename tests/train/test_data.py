@@ -238,8 +238,14 @@ def test_a_directory_gives_all_its_text_in_order_of_names(tmp_path: Path) -> Non
 
 
 def test_a_path_without_text_is_refused(tmp_path: Path) -> None:
-    with refused(f"expected text at {tmp_path / 'gone.txt'}, but there is nothing; correct --data"):
+    with refused(f"there is no file or directory {tmp_path / 'gone.txt'}; correct --data"):
         read_documents(tmp_path / "gone.txt")
+    with pytest.raises(InputError, match="not a URL"):
+        read_documents(Path("https://example.org/text.txt"))
+    chat = write(tmp_path / "chat.jsonl", '{"messages": [{"role": "user", "content": "hello"}]}\n')
+    with pytest.raises(InputError, match=r"chat\.jsonl, line 1: .*apply_chat_template"):
+        list(read_documents(chat))
+    chat.unlink()
     with refused(f"{tmp_path} holds no text; give a directory with text, .jsonl or .parquet files"):
         list(read_documents(tmp_path))
     for name in ("empty.txt", "empty.jsonl"):

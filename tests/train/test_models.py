@@ -64,15 +64,15 @@ def test_a_model_directory_loads_with_its_weights_and_is_returned_for_its_tokeni
 def test_a_directory_without_a_valid_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json"):
         build_model(str(tmp_path), "fp32", seed=1)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 1}')
     with pytest.raises(ModelError, match=f"cannot load a causal language model from {tmp_path}"):
         build_model(str(tmp_path), "fp32", seed=1)
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("opt-125n", "the nearest are opt-125m"), ("no such model!", "those are demo, tiny-llama, .*llama-2-70b")],
+    [("opt-125n", "the nearest are opt-125m"), ("no such model!", "presets: demo, tiny-llama, .*llama-2-70b")],
 )
 def test_an_unknown_name_is_refused_with_similar_names_and_the_path_tried(name: str, said: str) -> None:
-    with pytest.raises(ModelError, match=f"'{name}' is not a preset .{said}.*not a directory.*Hugging Face"):
+    with pytest.raises(ModelError, match=f"'{name}': .* not a preset .{said}.*not a directory.*Hugging Face"):
         build_model(name, "fp32", seed=1)

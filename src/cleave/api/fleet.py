@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -14,17 +15,22 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 
 from cleave import events, settings
+from cleave.api.checks import check_choice, check_count, check_seconds, check_text
+from cleave.api.speech import log_event
 from cleave.core.cost.wire import WIRE_FORMATS, WireFormat
 from cleave.core.model.gemms import Linear
 from cleave.core.verify.trust import Policy
 from cleave.device.join import stand_in
 from cleave.device.replay import replay
-from cleave.errors import InputError
+from cleave.errors import FleetGoneError, InputError
+from cleave.report.quantities import plural
 from cleave.server.admission import certificate
 from cleave.server.admission.tokens import Keys
 from cleave.server.cluster import Cluster
 from cleave.server.service import Service
+from cleave.server.status import DeviceStatus, FleetStatus
 from cleave.settings import ALONES, OFFLOADS, POLICIES, Alone, Offload
+from cleave.transport.address import join_command
 from cleave.transport.shaped import Link, shaping
 
 if TYPE_CHECKING:
@@ -34,12 +40,18 @@ Tls = bool | tuple[str | Path, str | Path | None]
 """False: off; True: with a self-signed certificate; or the PEM files of a certificate and its key."""
 _Array = TypeVar("_Array", "np.ndarray[Any, Any]", "torch.Tensor")
 _FIRST_DEVICE_S = 60.0
+_LOOK_S = 1.0
+"""Between looks at local devices while waiting; also lets Ctrl-C through where waiting blocks it."""
 _HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Address to dial from this machine, if the server listens on all of them."""
 
 
 class Fleet:
-    """A server in this process and its devices. Create with `local` or `serve`; close it, or use `with`."""
+    """A server in this process and its devices. Create it with `local` or `serve`; close it, or use `with`.
+
+    It logs who joins and leaves, which grain is chosen and why (logger `cleave.fleet`; standard error if logging is
+    not configured). `devices` and `status()` show the present state; a `listener` gets every event.
+    """
 
     def __init__(
         self,
@@ -51,7 +63,7 @@ class Fleet:
         directory: Path | None = None,
         wire: WireFormat = settings.WIRE,
         offload: Offload = settings.OFFLOAD,
-        listener: events.Listener = lambda event: None,
+        listener: events.Listener | None = None,
         alone: Alone = settings.ALONE,
         alone_wait_s: float = settings.ALONE_WAIT_S,
         links: Link | None = None,
@@ -64,20 +76,22 @@ class Fleet:
         `trust` is how much work on resident layers the server audits: a sample, everything (strict), or none; all gemm
         results are verified in any case.
         """
-        for name, value, allowed in (
-            ("wire", wire, WIRE_FORMATS),
-            ("offload", offload, OFFLOADS),
-            ("trust", trust, POLICIES),
-            ("alone", alone, ALONES),
-        ):
-            if value not in allowed:
-                raise InputError(f"expected {name} to be one of {', '.join(allowed)}, got {value!r}")
+        check_text("listen", listen, "0.0.0.0:7077")
+        check_text("token", token, "a secret")
+        check_choice("wire", wire, WIRE_FORMATS)
+        check_choice("offload", offload, OFFLOADS)
+        check_choice("trust", trust, POLICIES)
+        check_choice("alone", alone, ALONES)
+        check_seconds("alone_wait_s", alone_wait_s)
+        if listener is not None and not callable(listener):
+            raise InputError(f"expected listener to be a function of one event, got {listener!r}")
         self.wire: WireFormat = wire
         self.offload: Offload = offload
         self.token = token
         self.medium_bytes_per_s = links.medium_bytes_per_s if links is not None else math.inf
         """Capacity shared by all devices in both directions, if known; each device alone may measure all of it."""
-        self._listener = listener
+        self._user_listener = listener
+        self._is_closed = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._keys = keys = keys or Keys(token)
         self._certificate = _certificate(tls, directory, listen.rpartition(":")[0].strip("[]"))
@@ -88,7 +102,7 @@ class Fleet:
                 wire=wire,
                 keys=keys,
                 codec=_fastest_codec(),
-                listener=listener,
+                listener=self._listen,
                 alone_wait_s=alone_wait_s,
                 stand_in=stand_in if alone == "compute" else None,
                 medium_bytes_per_s=self.medium_bytes_per_s,
@@ -115,9 +129,15 @@ class Fleet:
         alone: Alone = settings.ALONE,
         alone_wait_s: float = settings.ALONE_WAIT_S,
         trust: Policy = settings.TRUST,
-        listener: events.Listener = lambda event: None,
+        listener: events.Listener | None = None,
     ) -> Fleet:
-        """Serve devices at an address of this machine; run `join_command` on theirs."""
+        """Serve devices at an address of this machine; run `join_command` on theirs.
+
+        `token` is a secret that devices need to join; without one, anyone who reaches the server may. `tls` encrypts,
+        with a self-signed certificate or with the PEM files given. `wire` is the number format on the wire. `offload`
+        "auto" keeps on the server what is not worth sending. `alone` is what to do while no device is connected: wait,
+        for at most `alone_wait_s` seconds, or compute on the server.
+        """
         return cls(
             listen,
             token=token,
@@ -141,9 +161,13 @@ class Fleet:
         memory: str | None = None,
         links: Link | None = None,
         trust: Policy = settings.TRUST,
-        listener: events.Listener = lambda event: None,
+        listener: events.Listener | None = None,
     ) -> Fleet:
-        """Start devices on this machine, as real processes over real sockets; `links` emulates slower networks."""
+        """Start `count` devices on this machine, as real processes over real sockets.
+
+        `threads` and `memory` (such as "2GB") limit each device; `links` emulates slower networks.
+        """
+        _check_devices(count, threads, memory)
         fleet = cls("127.0.0.1:0", wire=wire, offload=offload, links=links, trust=trust, listener=listener)
         try:
             fleet.start_devices(count, threads=threads, memory=memory)
@@ -174,22 +198,43 @@ class Fleet:
     @property
     def join_command(self) -> str:
         """Command that joins another machine, token included."""
-        return f"cleave join {self.public_url}{f' --token {self.token}' if self.token else ''}"
+        pinned = self._certificate is not None and self._certificate.is_own
+        fingerprint = self._certificate.fingerprint if self._certificate is not None and pinned else None
+        return join_command(self.public_url.partition("#")[0], token=self.token, fingerprint=fingerprint)
 
     @property
     def is_reachable(self) -> bool:
         """Whether other machines can join."""
         return not self._service.is_local
 
+    @property
+    def devices(self) -> tuple[DeviceStatus, ...]:
+        """The connected devices."""
+        return self.status().devices
+
+    def status(self) -> FleetStatus:
+        """Return the present state: devices, grain and totals."""
+        return self.cluster.status()
+
     def say(self, text: str) -> None:
-        self._listener(events.Note(text=text))
+        self._listen(events.Note(text=text))
+
+    def _listen(self, event: events.AnyEvent) -> None:
+        log_event(event)
+        if self._user_listener is not None:
+            self._user_listener(event)
+
+    def check_open(self) -> None:
+        """Raise FleetGoneError if the fleet is closed."""
+        if self._is_closed:
+            raise FleetGoneError("the fleet is closed; open another one with Fleet.local or Fleet.serve")
 
     def start_devices(
         self, count: int, *, threads: int = settings.DEVICE_THREADS, memory: str | None = None
     ) -> list[int]:
         """Start `cleave join` processes on this machine; return their process ids."""
-        if count < 1:
-            raise InputError(f"expected at least 1 device, got {count}")
+        self.check_open()
+        _check_devices(count, threads, memory)
         started: list[int] = []
         if not self.is_reachable:  # all devices are on this machine
             self.cluster.planning.share_cores((os.cpu_count() or 1) / threads)
@@ -210,15 +255,34 @@ class Fleet:
             started.append(process.pid)
         return started
 
-    def wait(self, count: int = 1, timeout_s: float = _FIRST_DEVICE_S) -> None:
-        """Wait until `count` devices are connected. Raises FleetGoneError on timeout."""
-        self.cluster.wait_for_devices(count, timeout_s)
+    def wait(self, count: int = 1, timeout_s: float | None = _FIRST_DEVICE_S) -> None:
+        """Wait until `count` devices are connected, without limit if `timeout_s` is None.
+
+        Raises FleetGoneError on timeout, or when a local device ends before it joined.
+        """
+        self.check_open()
+        check_count("count", count)
+        if timeout_s is not None:
+            check_seconds("timeout_s", timeout_s)
+        give_up_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while (left_s := give_up_at - time.monotonic()) > 0:
+            if self.cluster.wait_for_devices(count, min(left_s, _LOOK_S)):
+                return
+            ended = next((process for process in self._processes if process.poll() is not None), None)
+            if ended is not None:
+                raise FleetGoneError(
+                    f"a local device ended with exit code {ended.returncode} before it joined; its own message, above, "
+                    "says why"
+                )
+        raise FleetGoneError(
+            f"expected {plural(count, 'device')} within {timeout_s:.0f} s, but {self.cluster.devices or 'none'} "
+            "joined; start one with cleave join, or wait longer"
+        )
 
     def matmul(self, a: _Array, b: _Array) -> _Array:
         """Compute a @ b in fp32 on the fleet; takes torch or numpy matrices and returns the same kind."""
-        left, right = (
-            np.asarray(x if isinstance(x, np.ndarray) else x.detach().cpu(), dtype=np.float32) for x in (a, b)
-        )
+        self.check_open()
+        left, right = _as_float32("a", a), _as_float32("b", b)
         if left.ndim != 2 or right.ndim != 2 or left.shape[1] != right.shape[0]:
             raise InputError(f"expected matrices M x K and K x N, got {left.shape} and {right.shape}; reshape them")
         # As the input gradient of a layer with weight B, C = A B needs no transposed copy.
@@ -226,7 +290,7 @@ class Fleet:
         one.bind(np.ascontiguousarray(left))
         two.bind(np.ascontiguousarray(right))
         linear = Linear(tokens=left.shape[0], in_width=right.shape[1], out_width=right.shape[0], roles=("grad_input",))
-        self.cluster.step_ended()  # lets every product use the devices connected now
+        self.cluster.planning.step_ended()  # lets every product use the devices connected now
         plan = self.cluster.choose_layer(linear).plan
         (result,) = self.cluster.wait(self.cluster.submit("grad_input", (one,), (two,), plan))
         if isinstance(a, np.ndarray):
@@ -236,6 +300,8 @@ class Fleet:
         return torch.from_numpy(result).to(device=a.device, dtype=a.dtype)
 
     def close(self, reason: str = "done", *, rejoin: bool = False) -> None:
+        """Say goodbye to every device and stop the server; with `rejoin`, devices wait for it to return."""
+        self._is_closed = True
         self._service.stop(reason, rejoin=rejoin)
         if rejoin:  # remote devices wait for this server to return; local ones end with it
             for process in self._processes:
@@ -263,6 +329,21 @@ def _certificate(tls: Tls, directory: Path | None, host: str) -> certificate.Cer
         return certificate.given(Path(chain), Path(key) if key is not None else None)
     kept = directory / certificate.FILE if directory is not None else None
     return certificate.own(kept, [host, _own_address()]) if tls else None
+
+
+def _check_devices(count: object, threads: object, memory: object) -> None:
+    check_count("count", count)
+    check_count("threads", threads)
+    if memory is not None:
+        check_text("memory", memory, "2GB")
+
+
+def _as_float32(name: str, x: np.ndarray[Any, Any] | torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
+    try:
+        return np.asarray(x if isinstance(x, np.ndarray) else x.detach().cpu(), dtype=np.float32)
+    except (AttributeError, TypeError, ValueError):
+        kind = f"{type(x).__module__}.{type(x).__qualname__}"
+        raise InputError(f"expected {name} to be a numpy array or a torch tensor of numbers, got a {kind}") from None
 
 
 def _own_address() -> str:

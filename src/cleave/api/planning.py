@@ -9,6 +9,7 @@ from typing import cast
 import numpy as np
 
 from cleave import settings
+from cleave.api.checks import check_type
 from cleave.core.cost.rates import Server
 from cleave.core.cost.wire import PLAN_WIRE, WireFormat
 from cleave.core.fleet import sampling
@@ -42,6 +43,7 @@ def plan(
     A step with grain "gemm" is returned as a `StepPlan`; `split` and `grouped` apply to it only. Otherwise it is a
     `StepChoice`: the fastest arrangement of all, or the best resident one with grain "resident".
     """
+    check_type(fleet, Profiles | str | Path, "a fleet as Profiles or the path of a fleet CSV")
     profiles = fleet if isinstance(fleet, Profiles) else load_fleet(fleet)
     if (gemm is None) == (model is None):
         raise InputError("expected either a model or a gemm to plan; give one of them")

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, TypeVar
 
+from cleave.api.checks import check_choice, check_type
+from cleave.api.fleet import Fleet
 from cleave.core.model.grain import GRAINS, Grain
 from cleave.errors import InputError
+from cleave.extras import install_command
 from cleave.settings import GRAIN
 
 if TYPE_CHECKING:
     import torch
-
-    from cleave.api.fleet import Fleet
 
 _Module = TypeVar("_Module", bound="torch.nn.Module")
 
@@ -25,11 +26,14 @@ def distribute(model: _Module, fleet: Fleet, *, grain: Grain = GRAIN, immediate:
     the loss without logits. Gradients of weights are complete when `backward()` returns; use `immediate` for
     `torch.autograd.grad` with respect to weights.
     """
-    if grain not in GRAINS:
-        raise InputError(f"expected grain to be one of {', '.join(GRAINS)}, got {grain!r}")
+    check_choice("grain", grain, GRAINS)
+    _check_model(model)
+    check_type(fleet, Fleet, "a cleave.Fleet, made with Fleet.local or Fleet.serve")
+    fleet.check_open()
     from cleave.train.offload.distribute import distribute as send
 
-    return send(model, fleet.cluster, offload=fleet.offload, say=fleet.say, immediate=immediate, grain=grain)
+    cluster = fleet.cluster
+    return send(model, cluster, offload=fleet.offload, tell=cluster.tell, immediate=immediate, grain=grain)
 
 
 def overlap(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
@@ -39,6 +43,7 @@ def overlap(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | N
     combine it with clipping by global norm or with gradient accumulation. If it cannot be done (the optimizer looks at
     several parameters at once, or no layers are resident), nothing changes and the reason is returned.
     """
+    _check_model(model)
     from cleave.train.offload import decoder as stack
 
     return stack.overlap(model, optimizer)
@@ -46,6 +51,15 @@ def overlap(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | N
 
 def undistribute(model: _Module) -> _Module:
     """Undo `distribute`; return the same model."""
+    _check_model(model)
     from cleave.train.offload.distribute import undistribute as restore
 
     return restore(model)
+
+
+def _check_model(model: object) -> None:
+    try:
+        from torch.nn import Module
+    except ImportError:
+        raise InputError(f"distributing a model needs torch; install it with: {install_command('train')}") from None
+    check_type(model, Module, "a torch.nn.Module")

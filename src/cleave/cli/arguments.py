@@ -1,16 +1,38 @@
-"""Parsers for argument values. A bad value ends the command with one sentence and exit code 2."""
+"""The parser of every verb, and parsers for argument values.
+
+A bad value ends the command with one sentence and exit code 2. Help has groups, units, defaults and examples.
+"""
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable
-from typing import NoReturn
+import shutil
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 BAD_INPUT = 2
+_MOST_COLUMNS = 100
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Keep the line breaks of examples, and use the width of the terminal up to what is easy to read."""
+
+    def __init__(self, prog: str) -> None:
+        width = min(shutil.get_terminal_size().columns - 2, _MOST_COLUMNS)
+        super().__init__(prog, max_help_position=28, width=width)
 
 
 class Parser(argparse.ArgumentParser):
+    def __init__(self, *, description: str | None = None, examples: Sequence[str] = (), **options: Any) -> None:
+        """`examples` are shown at the end of the help, one command per line."""
+        epilog = "\n".join(("examples:", *(f"  {example}" for example in examples))) if examples else None
+        wrapped = None
+        if description is not None:
+            wrapped = textwrap.fill(description, min(shutil.get_terminal_size().columns - 2, _MOST_COLUMNS))
+        super().__init__(description=wrapped, epilog=epilog, formatter_class=_Help, **options)
+
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
@@ -50,11 +72,24 @@ def count(text: str) -> int:
 
 
 def count_or_zero(text: str) -> int:
-    return 0 if text.strip() == "0" else count(text)
+    try:
+        return 0 if text.strip() == "0" else count(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"expected a whole number from 0 up, got {text!r}") from None
 
 
 def number_or_zero(text: str) -> float:
-    return 0.0 if text.strip() == "0" else positive(text)
+    try:
+        return 0.0 if text.strip() == "0" else positive(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 up, got {text!r}") from None
+
+
+def probability(text: str) -> float:
+    value = number_or_zero(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"expected a probability from 0 to below 1, got {text!r}")
+    return value
 
 
 def positive(text: str) -> float:

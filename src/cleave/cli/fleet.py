@@ -11,23 +11,41 @@ from cleave.errors import InputError
 
 
 def add_to(add: AddVerb) -> None:
-    verb = add("fleet", help="draw a fleet from the fact tables, or describe one")
+    verb = add(
+        "fleet",
+        help="sample a fleet from published measurements, or describe one",
+        description="Sample a fleet from published measurements of devices and links, or describe one.",
+        examples=(
+            "cleave fleet sample --mix phone=600,laptop=300,desktop=60 --country us --out fleet.csv",
+            "cleave fleet show fleet.csv",
+        ),
+    )
     actions = verb.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
 
-    sample = actions.add_parser("sample", help="draw a believable fleet")
-    sample.add_argument(
-        "--mix", required=True, metavar="CLASS=N,...", help="such as phone=600,laptop=300,desktop=60,sbc=40"
+    sample = actions.add_parser(
+        "sample",
+        help="draw a realistic fleet",
+        description="Draw a realistic fleet: device models by how common they are, links by country, usable memory.",
+        examples=("cleave fleet sample --mix phone=600,laptop=300 --country world --seed 7 --out fleet.csv",),
     )
     sample.add_argument(
-        "--country", default="us", metavar="CODE", help="whose links: us, gb, fr ... or world (default: us)"
+        "--mix",
+        required=True,
+        metavar="CLASS=N,...",
+        help="devices per class (phone, laptop, desktop, sbc), such as phone=600,laptop=300",
     )
-    sample.add_argument("--seed", type=seed, default=1, metavar="N", help="same seed, same fleet (default: 1)")
-    sample.add_argument("--out", metavar="FLEET.csv", help="where to write it (default: standard output)")
-    sample.add_argument("--json", action="store_true", help="print a description as JSON (with --out)")
+    sample.add_argument(
+        "--country", default="us", metavar="CODE", help="country of the links: us, gb, fr ... or world (default: us)"
+    )
+    sample.add_argument(
+        "--seed", type=seed, default=1, metavar="N", help="seed; the same one draws the same fleet (default: 1)"
+    )
+    sample.add_argument("--out", metavar="FLEET.csv", help="file to write (default: standard output)")
+    sample.add_argument("--json", action="store_true", help="print a description as JSON; requires --out")
     sample.set_defaults(run=_run_sample)
 
-    show = actions.add_parser("show", help="describe a fleet")
-    show.add_argument("fleet", metavar="FLEET.csv")
+    show = actions.add_parser("show", help="describe a fleet", examples=("cleave fleet show fleet.csv",))
+    show.add_argument("fleet", metavar="FLEET.csv", help="device profiles, one per line")
     show.add_argument("--json", action="store_true", help="print the description as JSON")
     show.set_defaults(run=_run_show)
 

@@ -22,26 +22,52 @@ def add_to(add: AddVerb) -> None:
     verb = add(
         "join",
         help="lend this machine to a server",
-        description="Lend this machine to a server: it measures itself, joins, computes, and shows what it "
-        "contributes. Ctrl-C leaves cleanly.",
+        description="Lend this machine to a server. It measures itself, joins, computes, and shows what it "
+        "contributes. Ctrl-C leaves cleanly. The server prints the whole command.",
+        usage="cleave join ADDRESS [OPTION ...]",
+        examples=(
+            "cleave join 192.168.1.20:7077#TOKEN.PIN",
+            "cleave join 192.168.1.20:7077#TOKEN.PIN --memory 2GB --threads 2",
+            "cleave join wss://train.example.org:443 --token TOKEN",
+        ),
     )
     verb.add_argument(
-        "url", nargs="?", metavar="URL", help="the server, such as ws://192.168.1.20:7077 (or CLEAVE_SERVER)"
+        "url",
+        nargs="?",
+        metavar="ADDRESS",
+        help="address of the server, as it prints it: HOST:PORT#TOKEN.PIN, or a ws:// or wss:// URL (default: "
+        "CLEAVE_SERVER)",
     )
-    verb.add_argument("--memory", type=size_bytes, metavar="SIZE", help="the most memory to use in all, such as 2GB")
-    verb.add_argument("--threads", type=count, metavar="N", help="processor threads to use (default: all)")
-    verb.add_argument("--name", metavar="TEXT", help="what the server calls this device (default: the host's name)")
-    verb.add_argument("--token", metavar="TEXT", help="the run's token (default: CLEAVE_TOKEN)")
-    verb.add_argument("--kernel", choices=["auto", "numpy", "torch"], default="auto", help="what multiplies")
-    verb.add_argument(
+    limits = verb.add_argument_group("what to lend")
+    limits.add_argument(
+        "--memory",
+        type=size_bytes,
+        metavar="SIZE",
+        help="memory to use at most, the program included, such as 2GB (default: a quarter of what is free)",
+    )
+    limits.add_argument("--threads", type=count, metavar="N", help="processor threads to use (default: all)")
+    limits.add_argument(
+        "--kernel",
+        choices=["auto", "numpy", "torch"],
+        default="auto",
+        help="library that computes; auto is torch on a GPU, else numpy (default: auto)",
+    )
+    connection = verb.add_argument_group("connection")
+    connection.add_argument("--name", metavar="TEXT", help="name shown at the server (default: the host name)")
+    connection.add_argument(
+        "--token", metavar="TEXT", help="token of the run, if not in the address (default: CLEAVE_TOKEN)"
+    )
+    connection.add_argument(
         "--wait",
         type=positive,
         default=30.0,
         metavar="S",
-        help="seconds to keep trying a server not yet reached (default: 30)",
+        help="seconds to keep trying a server not reached yet (default: 30)",
     )
-    verb.add_argument("--quiet", action="store_true", help="say nothing but errors")
-    verb.add_argument("--with-parent", action="store_true", help="leave when the process that started this one ends")
+    connection.add_argument("--quiet", action="store_true", help="print only errors")
+    connection.add_argument(
+        "--with-parent", action="store_true", help="leave when the process that started this one ends"
+    )
     verb.set_defaults(run=_run_join)
 
 
@@ -76,19 +102,20 @@ def run_join(
     with_parent: bool,
 ) -> None:
     from cleave.device import join, probe
-    from cleave.device.kernels import choose_kernel
+    from cleave.device.kernels import choose_kernel, unused_gpu
     from cleave.device.worker import Contribution, Offer
     from cleave.report import join as join_report
+    from cleave.transport.address import parse_address
     from cleave.transport.allocation import keep_freed_memory
 
     keep_freed_memory(one_arena=True)
     if not url:
-        raise InputError("join needs the address of a server; give cleave join URL, or set CLEAVE_SERVER")
-    join.socket_url(url)
+        raise InputError("expected the address of a server; copy the join command that the server prints")
+    address = parse_address(url)
     chosen = choose_kernel(kernel, threads)
     offer = Offer(
         name=name or platform.node() or "device",
-        token=token,
+        token=token or address.token,
         flops_per_s=probe.measure_flops_per_s(chosen),
         memory_bytes=probe.usable_memory_bytes(memory_bytes),
     )
@@ -97,9 +124,11 @@ def run_join(
         join_report.shown(contribution, offer.flops_per_s, offer.memory_bytes, chosen.name, quiet=quiet) as say,
         contextlib.suppress(KeyboardInterrupt),
     ):
+        if kernel == "auto" and (hint := unused_gpu(chosen)):
+            say(hint)
         gc.freeze()  # exempt everything loaded so far from collection
         gc.set_threshold(50_000)
-        serving = join.serve(url, chosen, offer, contribution, say, wait_s)
+        serving = join.serve(address, chosen, offer, contribution, say, wait_s)
         asyncio.run(_while_parent_lives(serving) if with_parent else serving)
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from cleave import __version__
-from cleave.cli import fleet, join, plan, token, train
+from cleave.cli import completion, fleet, join, plan, runs, token, train
 from cleave.cli.arguments import BAD_INPUT, Parser
 from cleave.errors import CleaveError
 
@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"cleave {options.verb}: {fault}", file=sys.stderr)  # noqa: T201
         return BAD_INPUT
     except KeyboardInterrupt:
+        print(f"cleave {options.verb}: interrupted", file=sys.stderr)  # noqa: T201
         return _INTERRUPTED
     except BrokenPipeError:  # the reader of our output is gone, as with `| head`
         sys.stderr.close()
@@ -48,13 +49,24 @@ def _set_log_level() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = Parser(prog="cleave", description="Train foundation models on idle laptops, desktops and phones.")
+    parser = Parser(
+        prog="cleave",
+        description="Train PyTorch models on the idle machines you have. One machine runs `cleave train`; others lend "
+        "their processors with `cleave join`.",
+        examples=(
+            "cleave train                                   a demo on this machine, two minutes",
+            "cleave train --listen 0.0.0.0:7077 --tls       the same, and other machines may join",
+            "cleave COMMAND --help                          all options of a command",
+        ),
+    )
     parser.add_argument("--version", action="version", version=f"cleave {__version__}")
     verbs = parser.add_subparsers(dest="verb", metavar="COMMAND", parser_class=Parser)
     parser.set_defaults(verb=None)
     train.add_to(verbs.add_parser)
     join.add_to(verbs.add_parser)
     token.add_to(verbs.add_parser)
+    runs.add_to(verbs.add_parser)
     plan.add_to(verbs.add_parser)
     fleet.add_to(verbs.add_parser)
+    completion.add_to(verbs.add_parser, parser)
     return parser

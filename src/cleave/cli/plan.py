@@ -26,46 +26,65 @@ _GBIT_BYTES = 1e9 / 8
 def add_to(add: AddVerb) -> None:
     verb = add(
         "plan",
-        help="cut a gemm, or a model's whole training step, over a fleet",
-        description="Cut a gemm, or a model's whole training step, over a fleet: who does which block, how long it "
-        "takes, how close that is to the lower bound, and what limits it.",
+        help="plan one product, or a model's training step, for a fleet",
+        description="Plan one matrix product, or a model's whole training step, for a fleet: which device does what, "
+        "how long it takes, how close that is to the lower bound, what limits it, and what one GPU would take.",
+        usage="cleave plan (--model NAME --tokens N | --gemm M,N,K) --fleet FLEET.csv [OPTION ...]",
+        examples=(
+            "cleave fleet sample --mix phone=600,laptop=300 --out fleet.csv",
+            "cleave plan --model llama-2-7b --tokens 131072 --fleet fleet.csv --plot step.png",
+            "cleave plan --gemm 4096,2048,2048 --fleet fleet.csv --server-down 10 --server-up 10",
+        ),
     )
-    what = verb.add_mutually_exclusive_group(required=True)
+    work = verb.add_argument_group("work")
+    what = work.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "--model", metavar="NAME|PATH", help="a model by name, or a Hugging Face config.json or its folder"
+        "--model",
+        metavar="NAME|PATH",
+        help="model by name (opt-125m ... opt-175b, llama-2-7b, -13b, -70b), or a Hugging Face config.json or its "
+        "directory",
     )
     what.add_argument("--gemm", type=gemm_sizes, metavar="M,N,K", help="one product C[M,N] = A[M,K] B[K,N]")
-    verb.add_argument("--fleet", required=True, metavar="FLEET.csv", help="profiles, one device a line")
-    verb.add_argument("--tokens", type=count, metavar="N", help="tokens of a step (with --model)")
-    verb.add_argument(
+    work.add_argument("--tokens", type=count, metavar="N", help="tokens per step (required with --model)")
+    work.add_argument(
         "--sequence",
         type=count,
         metavar="N",
-        help="tokens of one sequence (default: 1024 at most, dividing --tokens)",
+        help="tokens per sequence (default: the largest divisor of --tokens up to 1024)",
     )
-    verb.add_argument("--wire", choices=WIRE_FORMATS, default=PLAN_WIRE, help="format on the wire")
-    verb.add_argument(
-        "--server-down", type=positive, metavar="GBIT", help="server to devices, Gbit/s (default: unlimited)"
+    place = verb.add_argument_group("fleet and server")
+    place.add_argument("--fleet", required=True, metavar="FLEET.csv", help="device profiles, one per line")
+    place.add_argument(
+        "--server-down", type=positive, metavar="GBIT", help="server to devices, in Gbit/s (default: unlimited)"
     )
-    verb.add_argument(
-        "--server-up", type=positive, metavar="GBIT", help="devices to server, Gbit/s (default: unlimited)"
+    place.add_argument(
+        "--server-up", type=positive, metavar="GBIT", help="devices to server, in Gbit/s (default: unlimited)"
     )
-    verb.add_argument(
-        "--server-tflops", type=positive, metavar="TFLOPS", help="what the server computes itself (default: 0)"
+    place.add_argument(
+        "--server-tflops", type=positive, metavar="TFLOPS", help="speed of the server itself, in TFLOP/s (default: 0)"
     )
-    verb.add_argument(
+    choices = verb.add_argument_group("how to cut it")
+    choices.add_argument(
+        "--wire", choices=WIRE_FORMATS, default=PLAN_WIRE, help=f"number format on the wire (default: {PLAN_WIRE})"
+    )
+    choices.add_argument(
         "--grain",
         choices=GRAINS,
         default=GRAIN,
-        help="what a unit of a model's step is: a block of a gemm, or tokens through resident weights (default: "
-        "the fastest of all ways)",
+        help="blocks of products (gemm), resident layers, or the fastest arrangement of all (default: auto)",
     )
-    verb.add_argument(
-        "--split", choices=["auto", "2d", "3d"], default="auto", help="whether blocks may split the inner side (gemm)"
+    choices.add_argument(
+        "--split",
+        choices=["auto", "2d", "3d"],
+        default="auto",
+        help="with grain gemm: whether blocks may also split the inner dimension (default: auto)",
     )
-    verb.add_argument("--ungrouped", action="store_true", help="q, k, v and gate, up as gemms of their own (gemm)")
-    verb.add_argument("--json", action="store_true", help="print the plan, every unit of it, as JSON")
-    verb.add_argument("--plot", metavar="FILE.png", help="draw the tiling, and where the time goes")
+    choices.add_argument(
+        "--ungrouped", action="store_true", help="with grain gemm: plan q, k, v and gate, up one by one"
+    )
+    output = verb.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="print the whole plan as JSON, every unit of it")
+    output.add_argument("--plot", metavar="FILE.png", help="draw the tiling and where the time goes (.png, .svg, .pdf)")
     verb.set_defaults(run=_run_plan)
 
 

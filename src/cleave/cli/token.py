@@ -20,23 +20,33 @@ if TYPE_CHECKING:
 def add_to(add: AddVerb) -> None:
     verb = add(
         "token",
-        help="say who may join a run, or look into it",
-        description="Say who may join a run, or look into it. A running server notices within seconds.",
+        help="decide who may join a run or read its status",
+        description="Make, list and revoke the tokens of a run. A running server notices within seconds.",
+        examples=("cleave token add", "cleave token list --out my-run", "cleave token revoke 1f3a9c02"),
     )
     actions = verb.add_subparsers(dest="action", metavar="ACTION", required=True, parser_class=Parser)
-    add_action = actions.add_parser("add", help="make a token; it is shown once, and only its hash is kept")
+    add_action = actions.add_parser(
+        "add",
+        help="make a token and print the command that joins with it",
+        description="Make a token and print the command that joins with it. The token is shown once: only its hash is "
+        "kept.",
+        examples=("cleave token add", "cleave token add --role admin --out my-run"),
+    )
     add_action.add_argument(
-        "--role", choices=["device", "admin"], default="device", help="device: may join; admin: may ask for the status"
+        "--role",
+        choices=["device", "admin"],
+        default="device",
+        help="device: may join; admin: may read the run's status (default: device)",
     )
     add_action.set_defaults(run=_run_token_add)
-    list_action = actions.add_parser("list", help="list the run's tokens, by their ids")
+    list_action = actions.add_parser("list", help="list the run's tokens by their ids")
     list_action.set_defaults(run=_run_token_list)
-    revoke_action = actions.add_parser("revoke", help="end a token, and let go of the devices that joined by it")
+    revoke_action = actions.add_parser("revoke", help="revoke a token and disconnect the devices that joined with it")
     revoke_action.add_argument("id", metavar="ID", help="as shown by list")
     revoke_action.set_defaults(run=_run_token_revoke)
     for action in (add_action, list_action, revoke_action):
-        action.add_argument("--out", required=True, metavar="RUN_DIR", help="the run's directory")
-        action.add_argument("--json", action="store_true", help="print it as JSON")
+        action.add_argument("--out", metavar="RUN_DIR", help="the run's directory (default: the newest run)")
+        action.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _run_token_add(options: argparse.Namespace) -> None:
@@ -51,30 +61,62 @@ def _run_token_revoke(options: argparse.Namespace) -> None:
     run_token_revoke(out=options.out, id=options.id, as_json=options.json)
 
 
-def run_token_add(*, out: str, role: Role, as_json: bool) -> None:
+def run_token_add(*, out: str | None, role: Role, as_json: bool) -> None:
     """Create a token and show it, for the only time."""
-    key, token = _keys_of(out, must_exist=False).add(role)
-    text = f"{role} token {key.id}: {token}\nit is not shown again; only its hash is kept"
-    _print({**_describe(key), "token": token}, text, as_json=as_json)
+    directory = _directory(out)
+    key, token = _keys_of(directory, must_exist=False).add(role)
+    command = _join_command(directory, token) if role == "device" else None
+    lines = [f"{role} token {key.id}: {token}"]
+    if command is not None:
+        lines += ["to lend a machine, run on it:", command]
+    elif role == "device":
+        lines.append("the run is not running; its next start prints a join command, and this token works too")
+    else:
+        lines.append("send it as a header to /api/status: Authorization: Bearer TOKEN")
+    lines.append("the token is not shown again: only its hash is kept")
+    _print({**_describe(key), "token": token, "join_command": command}, "\n".join(lines), as_json=as_json)
 
 
-def run_token_list(*, out: str, as_json: bool) -> None:
-    keys = [_describe(key) for key in _keys_of(out).list()]
+def run_token_list(*, out: str | None, as_json: bool) -> None:
+    keys = [_describe(key) for key in _keys_of(_directory(out)).list()]
     lines = [f"{key['id']}  {key['role']:6}  made {key['created']}  {key['state']}" for key in keys]
     _print({"tokens": keys}, "\n".join(lines), as_json=as_json)
 
 
-def run_token_revoke(*, out: str, id: str, as_json: bool) -> None:
-    key = _keys_of(out).revoke(id)
+def run_token_revoke(*, out: str | None, id: str, as_json: bool) -> None:
+    key = _keys_of(_directory(out)).revoke(id)
     _print(_describe(key), f"{key.role} token {key.id} is revoked", as_json=as_json)
 
 
-def _keys_of(out: str, *, must_exist: bool = True) -> Keys:
+def _directory(out: str | None) -> Path:
+    from cleave.run_files import newest_run, runs_home
+
+    if out is not None:
+        return Path(out)
+    newest = newest_run()
+    if newest is None:
+        raise InputError(f"there is no run in {runs_home()}; give its directory with --out")
+    return newest
+
+
+def _join_command(directory: Path, token: str) -> str | None:
+    """Return the command that joins the run; None if it is not running."""
+    from cleave.run_files import running
+    from cleave.transport.address import join_command
+
+    claim = running(directory)
+    if claim is None or claim.url is None:
+        return None
+    url, _, fingerprint = claim.url.partition("#sha256:")
+    return join_command(url, token=token, fingerprint=fingerprint or None)
+
+
+def _keys_of(directory: Path, *, must_exist: bool = True) -> Keys:
     from cleave.server.admission.tokens import FILE, Keys
 
-    path = Path(out) / FILE
+    path = directory / FILE
     if must_exist and not path.is_file():
-        raise InputError(f"expected a run with tokens in {out}, but there is no {path}; check --out, or add one first")
+        raise InputError(f"the run in {directory} has no tokens (no {path.name}); check --out, or add one first")
     return Keys(path=path)
 
 

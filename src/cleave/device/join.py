@@ -9,35 +9,19 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
-from urllib.parse import urlsplit, urlunsplit
 
 from cleave.device.kernels import Kernel, NumpyKernel
 from cleave.device.probe import measure_flops_per_s, usable_memory_bytes
 from cleave.device.worker import Contribution, Offer, Refusal, Worker
 from cleave.errors import CleaveError, ConnectionLost, InputError
+from cleave.transport.address import Address
 from cleave.transport.base import Channel
 from cleave.transport.websocket import dial
 
 _FIRST_PAUSE_S = 0.5
 _MAX_PAUSE_S = 30.0
-_SCHEMES = {"ws": "ws", "wss": "wss", "http": "ws", "https": "wss", "cleave": "ws"}
 
 Say = Callable[[str], None]
-
-
-def socket_url(address: str) -> str:
-    """Normalize a user-supplied address, a URL or host:port, to ws://host:port/ws.
-
-    A certificate fingerprint after # is kept, and implies TLS if the address has no scheme.
-    """
-    parts = urlsplit(address if "://" in address else f"{'wss' if '#' in address else 'ws'}://{address}")
-    try:
-        port = parts.port
-    except ValueError:
-        port = None
-    if parts.scheme not in _SCHEMES or not parts.hostname or port is None:
-        raise InputError(f"expected the address of a server such as ws://192.168.1.20:7077, got {address!r}")
-    return urlunsplit((_SCHEMES[parts.scheme], parts.netloc, parts.path.rstrip("/") or "/ws", "", parts.fragment))
 
 
 async def stand_in(channel: Channel) -> None:
@@ -60,22 +44,21 @@ async def stand_in(channel: Channel) -> None:
 
 
 async def serve(
-    address: str, kernel: Kernel, offer: Offer, contribution: Contribution, say: Say, first_wait_s: float
+    address: Address, kernel: Kernel, offer: Offer, contribution: Contribution, say: Say, first_wait_s: float
 ) -> None:
     """Work for a server until it dismisses the device for good or this task is cancelled.
 
     Give up after `first_wait_s` if the server was never reached; once it was, retry forever, as it may be restarting.
     """
-    url = socket_url(address)
     pause_s, give_up_at, was_reached = _FIRST_PAUSE_S, time.monotonic() + first_wait_s, False
     while True:
         try:
-            channel = await dial(url)
+            channel = await dial(address.url)
             worker = Worker(channel, kernel, offer, contribution, say)
             try:
                 await worker.join()
                 was_reached, tasks_before = True, contribution.tasks
-                say(f"joined {address} as {worker.name}")
+                say(f"joined {address.shown} as {worker.name}")
                 try:
                     goodbye = await worker.run()
                 finally:

@@ -228,6 +228,20 @@ def choose_kernel(choice: KernelChoice, threads: int | None) -> Kernel:
     return TorchKernel("cpu", threads) if choice == "torch" else NumpyKernel()
 
 
+def unused_gpu(kernel: Kernel) -> str | None:
+    """Say that this machine has a GPU which the kernel leaves idle, and how to use it; None otherwise."""
+    if not _may_have_gpu() or kernel.name in ("torch-cuda", "torch-mps"):
+        return None
+    if find_spec("torch") is None:
+        advice = f"computing on its GPU needs torch: {install_command('train', 'torch')}"
+    else:
+        advice = "torch does not see its GPU: install a torch build for it, and check the driver with nvidia-smi"
+    return f"this machine has a GPU but computes on its processor; {advice}, then join again"
+
+
+_NVIDIA = Path("/dev/nvidia0")
+
+
 def _may_have_gpu() -> bool:
     """Guess without importing torch, which takes seconds and hundreds of megabytes."""
-    return Path("/dev/nvidia0").exists() or (platform.system() == "Darwin" and platform.machine() == "arm64")
+    return _NVIDIA.exists() or (platform.system() == "Darwin" and platform.machine() == "arm64")

@@ -7,6 +7,7 @@ import time
 import numpy as np
 import psutil
 
+from cleave import memory
 from cleave.device.kernels import Kernel
 from cleave.errors import InputError
 
@@ -38,7 +39,12 @@ def usable_memory_bytes(limit_bytes: int | None) -> int:
     Subtracts the resident size of the process, so call it once numpy is loaded and its buffers are touched.
     """
     if limit_bytes is None:
-        return int(psutil.virtual_memory().available * _DEFAULT_SHARE)
+        return int(memory.available_bytes() * _DEFAULT_SHARE)
+    if limit_bytes > (total := memory.total_bytes()):
+        raise InputError(
+            f"expected --memory of at most {total / 1e9:.3g} GB, which is all that this machine has, got "
+            f"{limit_bytes / 1e9:.3g} GB; lend less"
+        )
     in_use = psutil.Process().memory_info().rss
     usable = limit_bytes - in_use - _TRANSIT_BYTES
     if usable < _MIN_BYTES:

@@ -14,7 +14,7 @@ from cleave.core.model.gemms import step_flops
 from cleave.core.plan.gemm.product import GemmPlan
 from cleave.core.plan.step import ROLES, StepChoice, StepPlan
 from cleave.report.plan_words import CloudGpu, devices_text, print_gpu, server_text, table
-from cleave.report.quantities import seconds, si
+from cleave.report.quantities import parameters, seconds, si
 from cleave.report.step_text import show_choice
 
 
@@ -34,7 +34,7 @@ def _show_step(plan: StepPlan, profiles: Profiles, server: Server, gpu: CloudGpu
     console = Console(highlight=False)
     shape = plan.shape
     console.print(
-        f"[bold]{shape.name}[/] ({si(shape.params, 'parameters')}), {plan.tokens:,} tokens a step in sequences of "
+        f"[bold]{shape.name}[/] ({parameters(shape.params)}), {plan.tokens:,} tokens a step in sequences of "
         f"{plan.sequence:,}, wire {plan.wire}, {devices_text(len(profiles))}, {server_text(server)}"
     )
     rows = table("segment", "role", "m x n x k", "cut", "used", "runs", "step", "/bound", "limit")

@@ -24,3 +24,13 @@ def seconds(value: float) -> str:
 
 def _three_digits(value: float) -> str:
     return f"{value:.0f}" if abs(value) >= 99.95 else f"{value:.3g}"
+
+
+def plural(count: int, noun: str) -> str:
+    """Format a count with its noun: 1 task, 2 tasks."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def parameters(count: float) -> str:
+    """Format a number of parameters: 3.54 M parameters."""
+    return f"{si(count, '')} parameters".replace("  ", " ")

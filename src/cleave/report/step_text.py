@@ -15,7 +15,7 @@ from cleave.core.plan.resident.large_fleet import ModelPlan
 from cleave.core.plan.resident.plane import tiles, worth_of_one_more
 from cleave.core.plan.step import COLUMNS, StepChoice, StepPlan
 from cleave.report.plan_words import CloudGpu, devices_text, limit_text, print_gpu, server_text, table
-from cleave.report.quantities import seconds, si
+from cleave.report.quantities import parameters, seconds, si
 
 _WIDTH, _HEIGHT = 96, 16
 _COLOURS = ("blue", "yellow", "green", "magenta", "red", "cyan")
@@ -26,7 +26,7 @@ def show_choice(choice: StepChoice, profiles: Profiles, server: Server, gpu: Clo
     console = Console(highlight=False)
     shape = choice.shape
     console.print(
-        f"[bold]{shape.name}[/] ({si(shape.params, 'parameters')}), {choice.tokens:,} tokens a step in sequences of "
+        f"[bold]{shape.name}[/] ({parameters(shape.params)}), {choice.tokens:,} tokens a step in sequences of "
         f"{choice.sequence:,}, wire {choice.wire}, {devices_text(len(profiles))}, {server_text(server)}"
     )
     if isinstance(choice.plan, ModelPlan):

@@ -12,8 +12,10 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from cleave.report.device_table import DeviceRow, device_table
 from cleave.report.quantities import seconds
-from cleave.report.train_screen import DeviceRow, curve, device_table
+from cleave.report.run_figures import RunFigures
+from cleave.report.train_screen import bar, curve, fact_table
 
 
 class RunSummary(Protocol):
@@ -43,26 +45,18 @@ class RunSummary(Protocol):
     def sample(self) -> str: ...
 
 
-class Joinable(Protocol):
-    """A fleet that other machines may join."""
-
-    @property
-    def join_command(self) -> str: ...
-    @property
-    def is_reachable(self) -> bool: ...
-
-
 def show(
     summary: RunSummary,
+    figures: RunFigures,
     devices: Sequence[DeviceRow],
-    fleet: Joinable | None,
     directory: Path,
     console: Console,
     *,
+    can_be_joined: bool,
     as_json: bool,
 ) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(_as_json(summary, devices, directory)) + "\n")
+        sys.stdout.write(json.dumps(_as_json(summary, figures, devices, directory)) + "\n")
         return
     losses = summary.losses
     if losses:
@@ -72,29 +66,57 @@ def show(
             f"tokens, {seconds(summary.seconds)}",
             soft_wrap=True,
         )
-        console.print(curve(losses, 60))
+        console.print(curve(losses, min(60, console.width)))
     if summary.sample:
         written = Text(summary.prompt, style="dim") + Text(summary.sample)
         console.print(Panel(written, title="text sample", title_align="left"))
+    console.print(fact_table(_facts(summary, figures)))
     if devices:
-        console.print(device_table(devices))
+        console.print(device_table(devices, console.width))
+    for device in devices:
+        if device.idle_reason and not device.tasks:
+            console.print(f"{device.name} had no work: {device.idle_reason}", markup=False)
     if summary.exported is not None:
-        console.print(f"model: {summary.exported} (AutoModelForCausalLM.from_pretrained loads it)", soft_wrap=True)
+        console.print(
+            f"model and tokenizer: {summary.exported} (load them with AutoModelForCausalLM and AutoTokenizer)",
+            soft_wrap=True,
+            markup=False,
+        )
     if summary.reason != "done":
         again = f"cleave train --resume --out {directory}"
-        console.print(f"{summary.reason} after step {summary.step}; resume with: {again}", soft_wrap=True)
-    if fleet is not None and summary.reason == "done":
-        if fleet.is_reachable:
-            console.print(f"to add another machine next time, run there: {fleet.join_command}", soft_wrap=True)
-        else:
-            console.print(
-                "to add other machines, start with: cleave train --listen 0.0.0.0:7077 --tls\n"
-                "and run the cleave join command it prints on them",
-                soft_wrap=True,
-            )
+        console.print(f"{summary.reason} after step {summary.step}; resume with: {again}", soft_wrap=True, markup=False)
+    elif not can_be_joined:
+        console.print(
+            "to use other machines, start with: cleave train --listen 0.0.0.0:7077 --tls\n"
+            "and run the cleave join command that it prints on each of them",
+            soft_wrap=True,
+        )
 
 
-def _as_json(summary: RunSummary, devices: Sequence[DeviceRow], directory: Path) -> dict[str, object]:
+def _facts(summary: RunSummary, figures: RunFigures) -> dict[str, str]:
+    """What the run used and where its time went; measured times are from this start or resume on."""
+    facts: dict[str, str] = {}
+    if figures.grain is not None:
+        facts["grain"] = f"{figures.grain.grain}: {figures.grain.reason}"
+    measured, predicted = figures.measured_step_s, figures.predicted_step_s
+    if measured is not None:
+        beside = "" if predicted is None else f", predicted {seconds(predicted)} ({measured / predicted:.2f}x)"
+        facts["step"] = f"measured {seconds(measured)} (median){beside}"
+    if figures.steps_s and summary.seconds:
+        total_s = max(summary.seconds, figures.steps_s)
+        waiting, server = figures.waiting_s / total_s, (figures.steps_s - figures.waiting_s) / total_s
+        facts["time"] = (
+            f"{bar(waiting, 20)} {waiting:.0%} waiting for devices, {server:.0%} computing on the server, "
+            f"{max(0.0, 1 - waiting - server):.0%} starting up, evaluating and saving"
+        )
+        if figures.checking_s:
+            facts["checks"] = f"{seconds(figures.checking_s)} verifying results, while devices computed"
+    return facts
+
+
+def _as_json(
+    summary: RunSummary, figures: RunFigures, devices: Sequence[DeviceRow], directory: Path
+) -> dict[str, object]:
     return {
         "run": str(directory),
         "reason": summary.reason,
@@ -107,6 +129,12 @@ def _as_json(summary: RunSummary, devices: Sequence[DeviceRow], directory: Path)
         "model": None if summary.exported is None else str(summary.exported),
         "checkpoint": None if summary.checkpoint is None else str(summary.checkpoint),
         "sample": summary.sample,
+        "grain": figures.grain.grain if figures.grain else None,
+        "grain_reason": figures.grain.reason if figures.grain else "",
+        "predicted_step_s": figures.predicted_step_s,
+        "measured_step_s": figures.measured_step_s,
+        "waiting_s": figures.waiting_s,
+        "checking_s": figures.checking_s,
         "devices": [
             {
                 "device": device.name,
@@ -116,6 +144,7 @@ def _as_json(summary: RunSummary, devices: Sequence[DeviceRow], directory: Path)
                 "wrong": device.wrong,
                 "down_bytes": device.down_bytes,
                 "up_bytes": device.up_bytes,
+                "idle_reason": device.idle_reason,
             }
             for device in devices
         ],

@@ -47,11 +47,16 @@ from cleave.server.resident.audit_case import Replay
 from cleave.server.resident.audits import Audits, AuditTotals
 from cleave.server.resident.results import ResidentResults
 from cleave.server.resident.run import ResidentRun
+from cleave.server.status import DeviceStatus, FleetStatus
 from cleave.server.vacancy import StandIn
 from cleave.transport.base import Channel
 
 _ELSEWHERE = Local()
 """The caller computes nothing that devices could."""
+_UNUSED = (
+    "the server alone is predicted to be faster ({}); offload always uses the devices anyway, and a larger batch or "
+    "faster links may make them worth while"
+)
 _Result = TypeVar("_Result")
 
 log = logging.getLogger(__name__)
@@ -95,11 +100,14 @@ class Cluster:
         self._codec, self._replay = codec or NumpyCodec(), replay
         self.engine, self._lock = Engine(), threading.RLock()
         self._fleet = FleetView(self.engine.ledger, self.engine.roster)
-        listener = _harmless(listener)
+        self._listener = _harmless(listener)
+        self._grain: events.GrainChosen | None = None
         self.planning = Planning(
             Setting(wire=wire, medium_bytes_per_s=medium_bytes_per_s, cores=cores),
             fleet=self._snapshot,
-            say=lambda text: listener(events.Note(text=text)),
+            tell=lambda choice: self.tell(
+                events.GrainChosen(grain=choice.grain, reason=choice.reason, predicted_s=choice.predicted_s)
+            ),
             arrange=arrange,
         )
         self._checker, self._audit_totals = Checker(self._codec), AuditTotals()
@@ -112,12 +120,14 @@ class Cluster:
             planner=self._plan_again,
             wait_s=alone_wait_s,
             stand_in=stand_in,
-            listener=listener,
+            listener=self.tell,
         )
         self._trust: Policy = trust
         self._draw = (audit_rng or np.random.default_rng()).random
         self._ids = itertools.count(1)
-        self._products = 0
+        self._products = self._products_then = 0
+        self._is_unused = False
+        self._is_closed = False
         self._waiting_s = 0.0
 
     # -------------------------------------------------------------------------------------------- work
@@ -128,14 +138,22 @@ class Cluster:
 
     def choose_layer(self, linear: Linear, local: Local = _ELSEWHERE) -> LayerChoice:
         """Choose where a linear layer's products are computed, and by which devices; asked once per call."""
+        self._check_open()
         return self.planning.layer(linear, local)
 
     def choose_pass(self, work: PassWork, local: Local = _ELSEWHERE, *, must: bool = False) -> PassChoice:
         """Choose whether layers stay on devices for such a batch, and which devices hold them; asked once per batch."""
+        self._check_open()
         return self.planning.choose_pass(work, local, must=must)
 
     def step_ended(self) -> None:
         """Mark a step boundary: later plans may use devices that have joined since the last one."""
+        if self._products == self._products_then and self.planning.kept and self.devices and not self._is_unused:
+            self._is_unused = True
+            reason = _UNUSED.format(self.planning.kept)
+            self.tell(events.Note(text=f"devices have no work: {reason}"))
+            self._driver.tell_idle(reason)
+        self._products_then = self._products
         self.planning.step_ended()
 
     def submit(
@@ -186,7 +204,11 @@ class Cluster:
         return run
 
     def _start(self, run: Run) -> None:
+        self._check_open()
         self._products += 1
+        if self._is_unused:
+            self._is_unused = False
+            self._driver.tell_idle("")
         self._driver.post_soon(RunSubmitted(run))
 
     def wait(self, future: Future[_Result]) -> _Result:
@@ -197,15 +219,25 @@ class Cluster:
         finally:
             self._waiting_s += time.perf_counter() - started
 
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise FleetGoneError(
+                "the fleet is closed and computes nothing any more; keep it open while you train, or call "
+                "cleave.undistribute(model) to go on without it"
+            )
+
     # -------------------------------------------------------------------------------------------- status
 
-    def wait_for_devices(self, count: int, timeout_s: float) -> None:
+    def tell(self, event: events.AnyEvent) -> None:
+        """Report an event to the owner of the fleet."""
+        if isinstance(event, events.GrainChosen):
+            self._grain = event
+        self._listener(event)
+
+    def wait_for_devices(self, count: int, timeout_s: float) -> bool:
+        """Wait until `count` devices are connected, or the time is up; return whether they are."""
         with self.fleet_changed:
-            if not self.fleet_changed.wait_for(lambda: self.devices >= count, timeout_s):
-                raise FleetGoneError(
-                    f"expected {count} device{'s' if count > 1 else ''} within {timeout_s:.0f} s, but "
-                    f"{self.devices or 'none'} joined; start one with cleave join, or wait longer"
-                )
+            return self.fleet_changed.wait_for(lambda: self.devices >= count, timeout_s)
 
     @property
     def fleet_changed(self) -> threading.Condition:
@@ -231,6 +263,20 @@ class Cluster:
     def here(self) -> list[Member]:
         with self._lock:
             return list(self.engine.roster.members.values())
+
+    def status(self) -> FleetStatus:
+        totals = self.totals()
+        return FleetStatus(
+            devices=tuple(DeviceStatus.of(member) for member in self.here()),
+            grain=self._grain.grain if self._grain else None,
+            grain_reason=self._grain.reason if self._grain else "",
+            predicted_s=self._grain.predicted_s if self._grain else None,
+            down_bytes=totals.down_bytes,
+            up_bytes=totals.up_bytes,
+            products=totals.products,
+            waiting_s=totals.waiting_s,
+            checking_s=totals.checking_s,
+        )
 
     def totals(self) -> Totals:
         down, up = self._driver.traffic()
@@ -266,6 +312,7 @@ class Cluster:
         await self._driver.serve(channel)
 
     async def close(self, reason: str, *, rejoin: bool) -> None:
+        self._is_closed = True
         await self._driver.close(FleetGoneError(f"the server closed: {reason}"), reason, rejoin=rejoin)
         self.planning.close()
 

@@ -176,7 +176,7 @@ class Connection:
                     self._probed_at = None
                     self._post(DeviceAnswered(self.device))
                 case messages.Leaving(reason=reason):
-                    return f"left: {reason[:100]}"
+                    return reason[:100]
                 case other:
                     raise ProtocolError(f"expected a result, failed, probed or leaving, got {other.type_name()}")
 
@@ -232,14 +232,19 @@ class Connection:
         """Tell a device why it has no work: plans leave out devices that would make the others wait."""
         member, now = self.member, self._loop.time()
         if self._ledger.unfinished(self.device) or member.tasks != self._tasks_then:
-            self._idle_since, self._was_told_idle = now, False
+            self._idle_since, self._was_told_idle, member.idle_reason = now, False, ""
             self._tasks_then, self._runs_then = member.tasks, self._runs_so_far()
         has_missed_some = self._runs_so_far() - self._runs_then > 1
         if now - self._idle_since > _IDLE_S and has_missed_some and not self._was_told_idle:
-            self._was_told_idle = True
             reason = (
                 f"at {member.flops.value / 1e9:.1f} GFLOP/s, {member.down.value / 1e6:.1f} MB/s down and "
-                f"{member.up.value / 1e6:.1f} MB/s up, the others finish sooner without this device; it is in reserve"
+                f"{member.up.value / 1e6:.1f} MB/s up, a step is faster without this device, so it stands by as a "
+                "reserve; a larger batch or a faster link would give it work"
             )
             self._listener(events.DeviceIdle(device=self.device, reason=reason))
-            self._outbox.put_urgent(messages.Idle(reason=reason))
+            self.tell_idle(reason)
+
+    def tell_idle(self, reason: str) -> None:
+        """Tell the device why it has no work."""
+        self._was_told_idle, self.member.idle_reason = True, reason
+        self._outbox.put_urgent(messages.Idle(reason=reason))

@@ -107,6 +107,7 @@ class Driver:
         self._connections: dict[DeviceId, Connection] = {}
         self._goodbye: tuple[str, bool] | None = None
         self._gone_down = self._gone_up = 0
+        self._idle_reason = ""
 
     # -------------------------------------------------------------------------------------------- any thread
 
@@ -119,6 +120,15 @@ class Driver:
         channels = [connection.channel for connection in list(self._connections.values())]
         down, up = sum(c.sent_bytes for c in channels), sum(c.received_bytes for c in channels)
         return self._gone_down + down, self._gone_up + up
+
+    def tell_idle(self, reason: str) -> None:
+        """Tell every device, and those that join later, why the fleet has no work; empty once it has some again."""
+        self._loop.call_soon_threadsafe(self._tell_idle, reason)
+
+    def _tell_idle(self, reason: str) -> None:
+        self._idle_reason = reason
+        for connection in self._connections.values() if reason else ():
+            connection.tell_idle(reason)
 
     def _release(self, operands: tuple[OperandId, ...]) -> None:
         """Release operands that are no longer referenced; called by the garbage collector, in any thread."""
@@ -254,6 +264,8 @@ class Driver:
                 )
                 self._connections[connection.device] = connection
                 self._listener(joined(member))
+                if self._idle_reason:
+                    connection.tell_idle(self._idle_reason)
                 self.post(DeviceAdded(connection.device, member.memory_bytes, member.pace))
                 if STAND_IN in self._connections and connection.device != STAND_IN:
                     self.disconnect(DeviceId(STAND_IN), "a device joined", rejoin=False)

@@ -237,7 +237,7 @@ class Engine:
             case Refuse(device, reason, is_fault):
                 self._refuse(device, reason, is_fault=is_fault)
             case Late(device):
-                self._actions.append(Tell(events.DeviceLate(device=device)))
+                self._actions.append(Tell(events.DeviceLate(device=device, is_only=len(self.roster.members) == 1)))
                 self.roster.lateness_changed(device)
                 if self._exclusive is not None:
                     self._ask(self._exclusive, self._exclusive.late, device, self._now)

@@ -66,10 +66,11 @@ class Planning:
         setting: Setting,
         *,
         fleet: Callable[[], Snapshot],
-        say: Callable[[str], None],
+        tell: Callable[[PassChoice], None],
         arrange: Arrange = plan_columns,
     ) -> None:
-        self._setting, self._fleet, self._say, self._arrange = setting, fleet, say, arrange
+        """`tell` hears of each new choice of a grain for training."""
+        self._setting, self._fleet, self._tell, self._arrange = setting, fleet, tell, arrange
         self._process = PlanProcess()
         self._lock = threading.RLock()
         self._adopted: Snapshot = (-1, None)
@@ -79,6 +80,8 @@ class Planning:
         self._standing: dict[PassWork, ResidentPlan] = {}
         """Latest plan per kind of work, newest last."""
         self._told = ""
+        self.kept = ""
+        """Why work stayed on this server since the last step boundary; empty if none did."""
         self.latest: ResidentPlan | None = None
         """The plan of the last pass."""
 
@@ -86,6 +89,7 @@ class Planning:
         """Mark a step boundary: adopt the current fleet."""
         with self._lock:
             self._adopt(self._fleet())
+            self.kept = ""
 
     def share_cores(self, cores: float) -> None:
         """Limit how many devices compute at once, as those on this machine share its cores."""
@@ -104,6 +108,8 @@ class Planning:
                 found = self._layers[linear, local] = self._call(
                     profiles, choose_layer, linear, profiles, self._setting, local
                 )
+            if not found.is_remote:
+                self.kept = found.reason
             return found
 
     def choose_pass(self, work: PassWork, local: Local, *, must: bool = False) -> PassChoice:
@@ -119,7 +125,7 @@ class Planning:
             else:
                 choice = self._choose(work, profiles, local, must=must)
                 if work.is_trained:
-                    self._tell(choice, names)
+                    self._tell_once(choice, names)
             if len(self._passes) >= _MOST_REMEMBERED:
                 self._passes.clear()
             self._passes[work, local, must] = _Chosen(number, names, choice)
@@ -205,13 +211,13 @@ class Planning:
                 return _for_decoder(plan, work.decoder, other.decoder)
         return None
 
-    def _tell(self, choice: PassChoice, names: tuple[str, ...]) -> None:
+    def _tell_once(self, choice: PassChoice, names: tuple[str, ...]) -> None:
         """Report a choice and its reason, but only once if batches differ only in length."""
         plan = choice.plan
         key = f"gemm on {names}" if plan is None else repr([(stage.shards, stage.devices) for stage in plan.stages])
         if key != self._told:
             self._told = key
-            self._say(f"grain {'gemm' if plan is None else 'resident'}: {choice.reason}")
+            self._tell(choice)
 
 
 def _without(profiles: Profiles | None, devices: Collection[str]) -> Profiles:

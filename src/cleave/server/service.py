@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import socket
 import threading
 from collections.abc import Awaitable, Callable
@@ -157,29 +158,7 @@ class Service:
             return await asyncio.to_thread(self._keys.administers, token)
 
     async def _status(self, request: Request) -> Response:
-        totals = self.cluster.totals()
-        return JSONResponse(
-            {
-                "devices": [
-                    {
-                        "device": member.name,
-                        "flops_per_s": member.flops.value,
-                        "down_bytes_per_s": member.down.value,
-                        "up_bytes_per_s": member.up.value,
-                        "latency_s": member.latency_s,
-                        "memory_bytes": member.memory_bytes,
-                        "tasks": member.tasks,
-                        "done_flops": member.done_flops,
-                        "verified_flops": member.verified_flops,
-                        "wrong": member.wrong,
-                    }
-                    for member in self.cluster.here()
-                ],
-                "down_bytes": totals.down_bytes,
-                "up_bytes": totals.up_bytes,
-                "products": totals.products,
-            }
-        )
+        return JSONResponse(dataclasses.asdict(self.cluster.status()))
 
 
 def _bind(listen: str) -> socket.socket:

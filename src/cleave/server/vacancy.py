@@ -6,6 +6,7 @@ The driver starts and ends it as the engine asks. Knows no tasks: the stand-in j
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine
 
 from cleave import events
@@ -37,12 +38,13 @@ class Vacancy:
         """`serve` runs a device's connection; `is_empty`: no device is connected; `is_waiting`: work is pending."""
         self._loop, self._wait_s, self._stand_in, self._serve = loop, wait_s, stand_in, serve
         self._is_empty, self._is_waiting, self._give_up, self._listener = is_empty, is_waiting, give_up, listener
+        self._is_waiting_for_one = False
         self._timer: asyncio.TimerHandle | None = None
         self._standing_in: set[asyncio.Task[None]] = set()
 
     def wait(self, reason: str) -> None:
         """Start waiting: no connected device can do the pending work."""
-        if self._timer is not None:
+        if self._is_waiting_for_one:
             return
         if self._stand_in is not None and self._is_empty():
             if self._standing_in:  # about to join
@@ -54,17 +56,22 @@ class Vacancy:
                 self._standing_in.add(task)
                 task.add_done_callback(self._stood_in)
             return
-        self._listener(events.Paused(reason=f"{reason}; waiting {self._wait_s:.0f} s for one to join"))
-        self._timer = self._loop.call_later(self._wait_s, self._waited, reason)
+        self._is_waiting_for_one = True
+        if self._wait_s == math.inf:
+            self._listener(events.Paused(reason=f"{reason}; waiting for one to join"))
+        else:
+            self._listener(events.Paused(reason=f"{reason}; waiting up to {self._wait_s:.0f} s for one to join"))
+            self._timer = self._loop.call_later(self._wait_s, self._waited, reason)
 
     def end(self) -> None:
         """Stop waiting: a connected device may do it."""
+        self._is_waiting_for_one = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _waited(self, reason: str) -> None:
-        self._timer = None
+        self._timer, self._is_waiting_for_one = None, False
         waited = (
             f"{reason}; no suitable device joined within {self._wait_s:.0f} s, so the work stopped; "
             "start devices with cleave join and resume"

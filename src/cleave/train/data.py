@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ class Tokenizer(Protocol):
     def separator(self) -> int: ...
     def encode(self, text: str) -> Tokens: ...
     def decode(self, tokens: NDArray[np.integer]) -> str: ...
+    def save(self, directory: Path) -> None:
+        """Write it for `AutoTokenizer.from_pretrained`."""
+        ...
 
 
 class ByteTokenizer:
@@ -60,6 +64,19 @@ class ByteTokenizer:
 
     def decode(self, tokens: NDArray[np.integer]) -> str:
         return tokens.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+    def save(self, directory: Path) -> None:
+        """Write an equivalent Hugging Face tokenizer: byte-level BPE without merges, whose token numbers are bytes."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        spelling = _byte_spelling()
+        fast = Tokenizer(models.BPE(vocab={spelling[byte]: byte for byte in range(256)}, merges=[]))
+        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        fast.decoder = decoders.ByteLevel()
+        PreTrainedTokenizerFast(
+            tokenizer_object=fast, eos_token=spelling[self.separator], clean_up_tokenization_spaces=False
+        ).save_pretrained(str(directory))
 
 
 class ModelTokenizer:
@@ -83,6 +100,9 @@ class ModelTokenizer:
         text = self._tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+    def save(self, directory: Path) -> None:
+        self._tokenizer.save_pretrained(str(directory))
 
 
 def load_tokenizer(model_directory: Path | None) -> Tokenizer:
@@ -118,6 +138,13 @@ def _pieces(text: str) -> Iterator[str]:
         start = stop
 
 
+def _byte_spelling() -> list[str]:
+    """Return the character by which byte-level tokenizers write each byte: itself if visible, else one from U+0100."""
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
+
+
 def _token_type(vocab_size: int) -> type[np.uint16 | np.uint32]:
     return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
@@ -132,7 +159,9 @@ def read_documents(path: Path) -> Iterator[str]:
         documents = (text for file in _files_below(path) for text in _documents_of(file, skip_binary=True))
         return _non_blank(documents, f"{path} holds no text; give a directory with text, .jsonl or .parquet files")
     if not path.exists():
-        raise InputError(f"expected text at {path}, but there is nothing; correct --data")
+        if re.match(r"[a-z][a-z0-9+.-]*:/", str(path), re.IGNORECASE):
+            raise InputError(f"--data takes files of this machine, not a URL, got {path}; download it first")
+        raise InputError(f"there is no file or directory {path}; correct --data")
     return _non_blank(_documents_of(path), f"{path} is empty; give a file with text")
 
 
@@ -219,6 +248,12 @@ def _jsonl(file: Path) -> Iterator[str]:
                 if text is not None:
                     yield text
                     continue
+                if isinstance(value, dict) and isinstance(value.get("messages"), list):
+                    raise InputError(
+                        f"{file}, line {number}: this is a chat (messages), and cleave train reads plain text; write "
+                        "each conversation as one string under 'text', for example what "
+                        "tokenizer.apply_chat_template(messages, tokenize=False) returns"
+                    )
                 problem = "the object has neither" if isinstance(value, dict) else f"it is a {type(value).__name__}"
             raise InputError(
                 f"{file}, line {number}: expected an object with a string under 'text' or 'content', or a string, "

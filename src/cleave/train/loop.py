@@ -16,6 +16,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Literal
 
 import torch
 from numpy.typing import NDArray
@@ -31,7 +32,9 @@ from cleave.train import saving
 from cleave.train.checkpoint import Checkpoint, Position, RandomState
 from cleave.train.data import (
     Batches,
+    ByteTokenizer,
     Corpus,
+    Tokenizer,
     evaluation_batches,
     library_documents,
     load_tokenizer,
@@ -91,7 +94,7 @@ def run(
     """Train as configured. All input is validated before `wrap` is called, so `wrap` may start the fleet."""
     found = saving.find(run_directory, resume=resume)
     documents = library_documents() if config.data is None else read_documents(config.data)
-    model, model_directory = build_model(config.model, config.dtype, config.seed)
+    model, model_directory = build_model(config.model, config.dtype, config.seed, config.dropout)
     tokenizer = load_tokenizer(model_directory)
     corpus = open_corpus(documents, tokenizer)
     training, evaluation = split(corpus, config.sequence)
@@ -100,11 +103,16 @@ def run(
         if config.tensorboard:
             observe = stack.enter_context(with_tensorboard(run_directory, observe, found.step if found else 0))
         trainer = _Trainer(config, run_directory, model, training, evaluation, observe, traffic, clock)
-        trainer.start(found, resume=resume)
+        trainer.start(
+            found,
+            resume=resume,
+            weights="fresh" if model_directory is None else "pretrained",
+            tokenizer="bytes" if isinstance(tokenizer, ByteTokenizer) else "model",
+        )
         reason = trainer.train(wrap(model), stack.enter_context(Interrupts()))
         exported, prompt, sample = None, "", ""
         if reason == "done":
-            exported = _export(model, model_directory, run_directory)
+            exported = _export(model, tokenizer, run_directory)
             if config.sample:
                 trainer.drop_optimizer()
                 prompt = _prompt(tokenizer.decode((evaluation.tokens if len(evaluation) else training.tokens)[:256]))
@@ -153,7 +161,14 @@ class _Trainer:
         if config.checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
-    def start(self, found: Checkpoint | None, *, resume: bool) -> None:
+    def start(
+        self,
+        found: Checkpoint | None,
+        *,
+        resume: bool,
+        weights: Literal["fresh", "pretrained"],
+        tokenizer: Literal["bytes", "model"],
+    ) -> None:
         if found is not None:
             self._position = self._saver.restore(found)
             self._first_step = found.step
@@ -167,6 +182,9 @@ class _Trainer:
                 tokens_per_step=self._config.tokens_per_step,
                 wire=self._config.wire,
                 seed=self._config.seed,
+                weights=weights,
+                tokenizer=tokenizer,
+                passes_per_step=self._config.accumulate,
             )
         )
         if found is not None:
@@ -352,9 +370,9 @@ def _check_fit(config: TrainConfig, model: PreTrainedModel, corpus: Corpus) -> N
         raise InputError(f"{problem}, {config.model} knows {rows}; give the tokenizer that belongs to it")
 
 
-def _export(model: PreTrainedModel, model_directory: Path | None, run_directory: Path) -> Path:
+def _export(model: PreTrainedModel, tokenizer: Tokenizer, run_directory: Path) -> Path:
     try:
-        return export(model, model_directory, run_directory / "model")
+        return export(model, tokenizer, run_directory / "model")
     except (OSError, SafetensorError) as fault:
         problem = f"the training is done and saved, but its model cannot be written: {fault}"
         raise CleaveError(f"{problem}; make room, then: cleave train --resume --out {run_directory}") from None

@@ -18,9 +18,10 @@ from typing import Final, Literal
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
+from cleave import memory
 from cleave.core.model.shapes import PRESET_NAMES, ModelShape, named
 from cleave.errors import ModelError
 from cleave.train.data import Tokenizer
@@ -28,6 +29,8 @@ from cleave.train.data import Tokenizer
 Dtype = Literal["fp32", "bf16"]
 
 TORCH_DTYPES: Final[dict[Dtype, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_STATES: Final = 4
+"""Copies of each parameter while training: its value, its gradient, and AdamW's two moments."""
 _TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -43,17 +46,25 @@ _TOKENIZER_FILES: Final = (
 transformers_logging.disable_progress_bar()  # they would garble the live view of a run
 
 
-def build_model(name: str, dtype: Dtype, seed: int) -> tuple[PreTrainedModel, Path | None]:
-    """Build or load a model, with its KV cache disabled; also return its directory, if any, for the tokenizer."""
+def build_model(
+    name: str, dtype: Dtype, seed: int, dropout: float | None = None
+) -> tuple[PreTrainedModel, Path | None]:
+    """Build or load a model, with its KV cache disabled; also return its directory, if any, for the tokenizer.
+
+    `dropout` replaces every dropout probability; by default it is 0 for fresh weights, and a loaded model's own. Raises
+    ModelError before any work if the model cannot be trained in this machine's memory.
+    """
     fields = _config_fields(name)
     if fields is not None:
+        config = AutoConfig.for_model(**fields)  # pyright: ignore[reportArgumentType]
+        _set_dropout(config, dropout or 0.0)
+        _check_memory(name, config, dtype)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            config = AutoConfig.for_model(**fields)  # pyright: ignore[reportArgumentType]
             model = AutoModelForCausalLM.from_config(config, dtype=TORCH_DTYPES[dtype])
         directory = None
     else:
-        model, directory = _load(name, dtype)
+        model, directory = _load(name, dtype, dropout)
     model.config.use_cache = False
     return model, directory
 
@@ -63,15 +74,13 @@ def load_directory(directory: Path, dtype: Dtype | None = None) -> PreTrainedMod
     return _from_pretrained(str(directory), "auto" if dtype is None else TORCH_DTYPES[dtype], local_files_only=True)
 
 
-def export(model: PreTrainedModel, model_directory: Path | None, target: Path) -> Path:
+def export(model: PreTrainedModel, tokenizer: Tokenizer, target: Path) -> Path:
     """Write the finished model and its tokenizer, atomically: a crash leaves all or nothing."""
     partial = target.with_name(f".partial-{target.name}")
     shutil.rmtree(partial, ignore_errors=True)
     model.config.use_cache = True
     model.save_pretrained(partial)
-    for name in _TOKENIZER_FILES:
-        if model_directory is not None and (model_directory / name).is_file():
-            shutil.copyfile(model_directory / name, partial / name)
+    tokenizer.save(partial)
     shutil.rmtree(target, ignore_errors=True)
     return partial.rename(target)
 
@@ -145,7 +154,6 @@ _TINY: Final[Mapping[str, Mapping[str, object]]] = {
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "max_position_embeddings": 1024,
-        "dropout": 0.0,
     },
     "tiny-gpt2": {
         **_BYTE_VOCABULARY,
@@ -154,9 +162,6 @@ _TINY: Final[Mapping[str, Mapping[str, object]]] = {
         "n_layer": 2,
         "n_head": 2,
         "n_positions": 1024,
-        "embd_pdrop": 0.0,
-        "attn_pdrop": 0.0,
-        "resid_pdrop": 0.0,
     },
 }
 
@@ -187,41 +192,78 @@ def _shape_fields(shape: ModelShape) -> Mapping[str, object]:
     return common | specific
 
 
-def _load(name: str, dtype: Dtype) -> tuple[PreTrainedModel, Path]:
+def _load(name: str, dtype: Dtype, dropout: float | None) -> tuple[PreTrainedModel, Path]:
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelError(
                 f"expected a model in {path}, but it has no config.json; give a Hugging Face model directory"
             )
-        return load_directory(path, dtype), path
+        return _from_pretrained(str(path), TORCH_DTYPES[dtype], dropout=dropout, local_files_only=True), path
     try:
         files = Path(snapshot_download(name, allow_patterns=["config.json", *_TOKENIZER_FILES]))
     except (OSError, ValueError) as fault:
         raise ModelError(_unknown_model_message(name, fault)) from None
-    return _from_pretrained(name, TORCH_DTYPES[dtype]), files
+    return _from_pretrained(name, TORCH_DTYPES[dtype], dropout=dropout), files
 
 
 def _from_pretrained(
-    source: str, dtype: torch.dtype | Literal["auto"], *, local_files_only: bool = False
+    source: str,
+    dtype: torch.dtype | Literal["auto"],
+    *,
+    dropout: float | None = None,
+    local_files_only: bool = False,
 ) -> PreTrainedModel:
     try:
-        return AutoModelForCausalLM.from_pretrained(source, dtype=dtype, local_files_only=local_files_only)
+        config = AutoConfig.from_pretrained(source, local_files_only=local_files_only)
+        if isinstance(dtype, torch.dtype):  # to be trained
+            _check_memory(source, config, next(key for key, value in TORCH_DTYPES.items() if value == dtype))
+        if dropout is not None:
+            _set_dropout(config, dropout)
+        return AutoModelForCausalLM.from_pretrained(
+            source, config=config, dtype=dtype, local_files_only=local_files_only
+        )
+    except ModelError:
+        raise
     except Exception as fault:  # third-party parsers on third-party files raise anything
         cause = " ".join(str(fault).split())[:200] or type(fault).__name__
         raise ModelError(f"cannot load a causal language model from {source}: {cause}; check its files") from fault
 
 
+def _set_dropout(config: PreTrainedConfig, probability: float) -> None:
+    """Set every dropout probability in a config, whatever its family calls it."""
+    for name, value in config.to_dict().items():
+        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, int | float):
+            setattr(config, name, probability)
+
+
+def _check_memory(name: str, config: PreTrainedConfig, dtype: Dtype) -> None:
+    """Refuse a model whose training state does not fit into this machine's memory, before it swaps or is killed."""
+    if torch.get_default_device().type == "meta":
+        return
+    with torch.device("meta"):
+        count = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
+    needed = count * _STATES * TORCH_DTYPES[dtype].itemsize
+    free = memory.available_bytes()
+    if needed > free:
+        smaller = ", --dtype bf16 for half of it" if dtype == "fp32" else ""
+        raise ModelError(
+            f"{name} needs {needed / 1e9:.3g} GB on the server for weights, gradients and AdamW's two moments of "
+            f"{count / 1e9:.3g} G parameters in {dtype}, and {free / 1e9:.3g} GB are free; choose a smaller model"
+            f"{smaller}, or a server with more memory"
+        )
+
+
 def _unknown_model_message(name: str, fault: Exception) -> str:
     close = difflib.get_close_matches(name.lower(), MODEL_NAMES, n=3, cutoff=0.6)
-    presets = f"the nearest are {', '.join(close)}" if close else f"those are {', '.join(MODEL_NAMES)}"
+    presets = f"the nearest are {', '.join(close)}" if close else f"presets: {', '.join(MODEL_NAMES)}"
     if isinstance(fault, ValueError):
-        elsewhere = "the name of none at Hugging Face"
+        elsewhere = "not a valid Hugging Face name"
     elif isinstance(fault, RepositoryNotFoundError):
-        elsewhere = "a public one of Hugging Face"
+        elsewhere = "not a public model on Hugging Face"
     else:
-        elsewhere = "in Hugging Face's local cache, and the network could not be asked (offline?)"
+        elsewhere = "not in Hugging Face's local cache, and Hugging Face cannot be reached (offline?)"
     return (
-        f"expected a model, but {reprlib.repr(name)} is not a preset ({presets}), not a directory, "
-        f"and not {elsewhere}; correct --model"
+        f"there is no model {reprlib.repr(name)}: it is not a preset ({presets}), not a directory, and {elsewhere}; "
+        "correct --model"
     )

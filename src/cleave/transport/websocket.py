@@ -4,7 +4,7 @@ No compression (ten times slower, and floats hardly shrink) and explicit size li
 peer that vanished is noticed. The `websockets` library does the handshake, so browsers and other clients work.
 
 A server proves its identity by TLS, with a certificate signed by an authority or with its own, whose SHA-256 is part of
-the address (`wss://host:port#sha256:HEX`). Either is verified before the device sends anything.
+the address (`wss://host:port#sha256:HEX`, or its first half). Either is verified before the device sends anything.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from websockets.uri import WebSocketURI, parse_uri
 
 from cleave.errors import ConnectionLost, InputError
 from cleave.protocol.frames import HEADER_BYTES, MESSAGE_BYTES, Buffer
+from cleave.transport.address import PIN_BYTES
 from cleave.transport.base import Channel
 from cleave.transport.stream import Stream
 
 _OPEN_S = 10.0
 _ADDRESS = "expected the address of a server such as ws://192.168.1.20:7077, got {}"
-_PIN = re.compile(r"sha256:([0-9a-fA-F]{64})")
+_PIN = re.compile(rf"sha256:([0-9a-fA-F]{{{2 * PIN_BYTES},64}})")
 _NOT_TLS = {
     "WRONG_VERSION_NUMBER",
     "HTTP_REQUEST",
@@ -99,7 +100,7 @@ async def dial(url: str) -> WebSocketChannel:
             await stream.opened
     except _SpeaksTls:
         secure = re.sub("^ws:", "wss:", address)
-        raise InputError(f"{address} speaks TLS only; use {secure}, with the #sha256:... the server prints") from None
+        raise InputError(f"{address} speaks TLS only; use {secure}, with what the server prints after #") from None
     except InvalidHandshake as fault:
         raise ConnectionLost(f"{address} answers, but not as a Cleave server: {fault}") from None
     except TimeoutError:
@@ -141,7 +142,7 @@ def _tls_fault(address: str, fault: ssl.SSLError) -> InputError | ConnectionLost
     if isinstance(fault, ssl.SSLCertVerificationError):
         return InputError(
             f"expected a certificate that a known authority signed for {address}, got one with a fault: "
-            f"{fault.verify_message}; if the server made its own, use the address it prints, with #sha256:..."
+            f"{fault.verify_message}; if the server made its own, use the address it prints, with what follows #"
         )
     if fault.reason in _NOT_TLS:
         plain = re.sub("^wss:", "ws:", address)
@@ -167,11 +168,12 @@ class _DialingStream(Stream):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         _disable_nagle(transport)
-        actual = _fingerprint(transport) if self._pin is not None else None
-        if actual is not None and not hmac.compare_digest(actual, self._pin or ""):
+        pin = self._pin
+        actual = _fingerprint(transport)[: len(pin)] if pin is not None else ""
+        if pin is not None and not hmac.compare_digest(actual, pin):
             self._reject(
                 InputError(
-                    f"expected the server's certificate to be sha256:{self._pin}, got sha256:{actual}; the connection "
+                    f"expected the server's certificate to be sha256:{pin}, got sha256:{actual}; the connection "
                     "may be intercepted, or the run has a new certificate: ask its owner for the current address"
                 )
             )

@@ -433,9 +433,9 @@ def test_models_that_cannot_run_as_stacks_say_why_and_train_by_gemms(
 ) -> None:
     with pytest.raises(ModelError, match=reason):
         resident(model().train(), columns)
-    said: list[str] = []
+    said: list[Any] = []
     torch.manual_seed(1)
-    trained: Any = resident(model().train(), columns, grain="auto", say=said.append)
+    trained: Any = resident(model().train(), columns, grain="auto", tell=said.append)
     if hasattr(trained, "config"):
         for _ in range(2):
             trained(input_ids=tokens(0), labels=tokens(0)).loss.backward()
@@ -464,8 +464,8 @@ def test_hooks_inside_layers_still_run(columns: LocalColumns) -> None:
 
 
 def test_when_the_head_cannot_run_remotely_the_layers_still_do(columns: LocalColumns) -> None:
-    said: list[str] = []
-    model: Any = resident(make("llama"), columns, say=said.append)
+    said: list[Any] = []
+    model: Any = resident(make("llama"), columns, tell=said.append)
     reference = make("llama")
     seen: list[torch.Size] = []
     model.lm_head.register_forward_hook(lambda module, args, output: seen.append(output.shape))
@@ -476,16 +476,16 @@ def test_when_the_head_cannot_run_remotely_the_layers_still_do(columns: LocalCol
     assert seen == [torch.Size([2, 12, 61])] * 2
     assert [stack.head for stack, _ in columns.passes] == [None, None]
     assert len(said) == 1
-    assert "the loss is computed on the server" in said[0]
+    assert "the loss is computed on the server" in str(said[0])
 
 
 def test_a_requested_cache_is_returned(columns: LocalColumns) -> None:
-    said: list[str] = []
-    model: Any = resident(make("llama"), columns, say=said.append)
+    said: list[Any] = []
+    model: Any = resident(make("llama"), columns, tell=said.append)
     output = model(input_ids=tokens(0), labels=tokens(0), use_cache=True)
     assert output.past_key_values.get_seq_length() == 12
     assert output.logits is not None
-    assert "use_cache=False" in said[0]
+    assert "use_cache=False" in str(said[0])
     assert not columns.passes
 
 

@@ -217,7 +217,8 @@ def _mixture(access: Sequence[Row], country: str, kind: str) -> tuple[Sequence[R
     """Return a country's technologies, or the world's with a factor to match the country's published median."""
     if country not in countries(access):
         raise FleetError(
-            f"no links are known for the country {country!r}; choose one of {', '.join(countries(access))}"
+            f"there is no link data for the country {country!r}; use --country world, or one of "
+            f"{', '.join(code for code in countries(access) if code != 'world')}"
         )
     of_kind = [row for row in access if row["kind"] == kind]
     own = [row for row in of_kind if row["country"] == country and row["share"]]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from cleave.core.cost.gemm import layer_bytes
 from cleave.core.cost.rates import handling_s
@@ -113,6 +114,18 @@ class PassChoice:
     gemm_s: float = math.inf
     local_s: float = math.inf
 
+    @property
+    def grain(self) -> Literal["resident", "gemm", "server"]:
+        if self.is_resident:
+            return "resident"
+        return "server" if self.local_s < self.gemm_s else "gemm"
+
+    @property
+    def predicted_s(self) -> float | None:
+        """Predicted seconds of the batch; None if nothing could be planned."""
+        best_s = self.resident_s if self.is_resident else min(self.gemm_s, self.local_s)
+        return best_s if best_s < math.inf else None
+
 
 def choose_pass(
     work: PassWork,
@@ -141,8 +154,10 @@ def choose_pass(
     local_s = work.flops / local.flops_per_s if local.may_compute else math.inf
     best_s = min(gemm_s, local_s)
     if not must and best_s < resident_s:
-        where = "on devices" if gemm_s < local_s else "on this server"
-        reason = f"{best_s:.3g} s a step {where}, {resident_s:.3g} s with resident layers (limit: {plan.limit})"
+        where = "product by product" if gemm_s < local_s else "on this server alone"
+        reason = (
+            f"predicted {best_s:.3g} s a step {where}, {resident_s:.3g} s with resident layers (limit: {plan.limit})"
+        )
         return PassChoice(
             is_resident=False, plan=None, reason=reason, resident_s=resident_s, gemm_s=gemm_s, local_s=local_s
         )

@@ -109,6 +109,8 @@ class Member:
     """Whether the device returned a correct result during this connection."""
     not_before: float = 0.0
     """When the device may rejoin after a bad stay."""
+    idle_reason: str = ""
+    """Why the device has no work; empty while it has some."""
 
     def heard(self, round_trip_s: float) -> None:
         """Learn from a heartbeat's answer, which may have queued behind other messages: keep a decaying minimum."""

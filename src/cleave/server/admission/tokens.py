@@ -216,7 +216,8 @@ def _signs(path: Path) -> tuple[int, ...] | None:
 
 
 def _new_token() -> str:
-    return secrets.token_urlsafe(16)
+    """Draw a token that no command line takes for an option."""
+    return next(token for token in iter(lambda: secrets.token_urlsafe(16), "") if not token.startswith("-"))
 
 
 def _digest(token: str) -> bytes:

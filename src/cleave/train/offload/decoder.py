@@ -23,6 +23,7 @@ from torch import nn
 
 from cleave.core.model.decoder import Attention, Decoder
 from cleave.core.plan.choose import Local, PassWork
+from cleave.events import GrainChosen, Listener, Note
 from cleave.train.offload import families
 from cleave.train.offload.families import Description, StackLocation
 from cleave.train.offload.linear import Weights
@@ -55,7 +56,7 @@ _NEUTRAL_ARGUMENTS = {
 
 
 def install(
-    model: nn.Module, fleet: Columns, weights: Weights, say: Callable[[str], None], *, local: Local, must: bool = False
+    model: nn.Module, fleet: Columns, weights: Weights, tell: Listener, *, local: Local, must: bool = False
 ) -> str | None:
     """Run all decoder stacks of a model on the fleet wherever that pays off or, with `must`, is possible.
 
@@ -64,18 +65,20 @@ def install(
     reasons: list[str] = []
     places = families.find(model)
     for place in places:
-        runner = _Runner(fleet, weights, say, local=local, must=must)
+        runner = _Runner(fleet, weights, tell, local=local, must=must)
         described = families.describe(place)
         if isinstance(described, str):
             reasons.append(described)
-            runner.tell(described)
+            runner.decline(described)
         _take(place.base, _Base, runner)
         for layer in families.layers(place.base):
             _take(layer, _Layer, runner)
         if place.language_model is not None:
             _take(place.language_model, _LanguageModel, runner)
     if not places:
-        return "it has no decoder of a known family (Llama, Mistral, Qwen2, OPT, GPT-2)"
+        unknown = "the model has no decoder of a known family (Llama, Mistral, Qwen2, OPT, GPT-2)"
+        tell(GrainChosen(grain="gemm", reason=unknown))
+        return unknown
     return reasons[0] if len(reasons) == len(places) else None
 
 
@@ -184,11 +187,9 @@ class _BaseCall:
 class _Runner:
     """State shared by the modules of a stack: each thread's call, and the messages already shown."""
 
-    def __init__(
-        self, fleet: Columns, weights: Weights, say: Callable[[str], None], *, local: Local, must: bool
-    ) -> None:
-        self._fleet, self._weights, self._say, self._local, self._must = fleet, weights, say, local, must
-        self._said: set[str] = set()
+    def __init__(self, fleet: Columns, weights: Weights, tell: Listener, *, local: Local, must: bool) -> None:
+        self._fleet, self._weights, self._tell, self._local, self._must = fleet, weights, tell, local, must
+        self._told: set[GrainChosen | Note] = set()
         self._stacks: dict[bool, Decoder] = {}
         self._thread_state = threading.local()
         self._overlap: Overlap | None = None
@@ -234,7 +235,7 @@ class _Runner:
         try:
             call.output = self._run(call, given["hidden_states"], given)
         except UnfitError as unfit:
-            self.tell(str(unfit))
+            self.decline(str(unfit))
         return call.output
 
     def _run(self, call: _BaseCall, x: torch.Tensor, given: dict[str, Any]) -> torch.Tensor | None:
@@ -285,7 +286,7 @@ class _Runner:
         if isinstance(described, str) and place.language_model is not None:
             reason, described = described, families.describe(place)
             if isinstance(described, Description):
-                self._tell_once(f"the loss is computed on the server, not on devices: {reason}")
+                self._tell_once(Note(text=f"the loss is computed on the server, not on devices: {reason}"))
         if isinstance(described, str):
             raise UnfitError(described)
         stack = described.stack
@@ -296,13 +297,14 @@ class _Runner:
             stack=known, parameters=described.parameters
         )  # the identical object, which the fleet may have cached
 
-    def tell(self, reason: str) -> None:
-        self._tell_once(f"layers are computed gemm by gemm, not as a stack: {reason}")
+    def decline(self, reason: str) -> None:
+        """Report why the layers are computed product by product."""
+        self._tell_once(GrainChosen(grain="gemm", reason=f"layers cannot stay on devices: {reason}"))
 
-    def _tell_once(self, text: str) -> None:
-        if text not in self._said:
-            self._said.add(text)
-            self._say(text)
+    def _tell_once(self, event: GrainChosen | Note) -> None:
+        if event not in self._told:
+            self._told.add(event)
+            self._tell(event)
 
 
 @functools.cache

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ from cleave.core.model.gemms import Linear, Role
 from cleave.core.model.grain import Grain
 from cleave.core.plan.choose import LayerChoice, Local
 from cleave.errors import ModelError
+from cleave.events import GrainChosen, Listener, Note
 from cleave.settings import GRAIN, OFFLOAD, Offload
 from cleave.train.offload import decoder as stack
 from cleave.train.offload.linear import (
@@ -47,7 +47,7 @@ def distribute(
     fleet: Multiplier,
     *,
     offload: Offload = OFFLOAD,
-    say: Callable[[str], None] = lambda text: None,
+    tell: Listener = lambda event: None,
     immediate: bool = False,
     grain: Grain = GRAIN,
 ) -> Module:
@@ -65,7 +65,7 @@ def distribute(
             "train it without a fleet"
         )
     shared = _shared_parameters(model)
-    offloading = _Offloading(fleet, offload, say, immediate)
+    offloading = _Offloading(fleet, offload, tell, immediate)
     for module in found:
         if isinstance(getattr(module, "_cleave", None), _Site):
             _restore(module)
@@ -73,9 +73,11 @@ def distribute(
         module.__class__ = _distributed_class(type(module))
     offloading.loading = model.register_load_state_dict_post_hook(_Loaded(offloading))
     stack.uninstall(model)
-    if grain != "gemm":
+    if grain == "gemm":
+        tell(GrainChosen(grain="gemm", reason="as set"))
+    else:
         assert isinstance(fleet, Columns), "only such a fleet runs stacks"
-        reason = stack.install(model, fleet, offloading.weights, say, must=grain == "resident", local=offloading.local)
+        reason = stack.install(model, fleet, offloading.weights, tell, must=grain == "resident", local=offloading.local)
         if reason is not None and grain == "resident":
             undistribute(model)
             raise ModelError(f"{type(model).__name__} cannot stay on devices: {reason}; or use the grain auto or gemm")
@@ -149,8 +151,8 @@ def _restore(module: nn.Module) -> None:
 class _Offloading:
     """State shared by all sites of a model."""
 
-    def __init__(self, fleet: Multiplier, offload: Offload, say: Callable[[str], None], immediate: bool) -> None:
-        self.fleet, self.offload, self.say, self.immediate = fleet, offload, say, immediate
+    def __init__(self, fleet: Multiplier, offload: Offload, tell: Listener, immediate: bool) -> None:
+        self.fleet, self.offload, self.tell, self.immediate = fleet, offload, tell, immediate
         self.weights = Weights(fleet)
         self.local = Local(flops_per_s=local_flops_per_s(), may_compute=offload == "auto")
         self._decided: dict[Linear, bool] = {}
@@ -173,7 +175,7 @@ class _Offloading:
         key = (linear.tokens, linear.in_width, linear.out_width, is_remote)
         if key not in self.said:
             self.said.add(key)
-            self.say(choice.reason)
+            self.tell(Note(text=choice.reason))
         return choice if is_remote else None
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ from cleave.core.model.decoder import Activation, Norm, Range, View, Weight
 from cleave.train.offload.swap import original
 
 try:
-    from transformers.pytorch_utils import Conv1D
+    from transformers.pytorch_utils import Conv1D as Conv1D
 except ImportError:  # transformers is optional
     Conv1D = None
 
@@ -90,8 +90,8 @@ def check_kinds(layer: nn.Module, **kinds: str) -> None:
 
 def check_dropout(module: nn.Module, probability: float, name: str) -> None:
     if module.training and probability > 0.0:
-        advice = f"load the model (or its adapters) with {name}=0.0, as one trains large models"
-        raise UnknownError(f"dropout {probability:g} inside the layers cannot be told to devices; {advice}")
+        advice = f"load the model (or its adapters) with {name}=0.0, or give cleave train --dropout 0"
+        raise UnknownError(f"dropout {probability:g} is active, which devices do not support; {advice}")
 
 
 def describe_activation(module: nn.Module) -> Activation:

@@ -1,0 +1,35 @@
+"""Check arguments of the Python API, so that a wrong type gets a sentence and not a traceback from deep inside."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from types import UnionType
+
+from cleave.errors import InputError
+
+
+def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise InputError(f"expected {name} to be one of {', '.join(allowed)}, got {value!r}")
+
+
+def check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise InputError(f"expected {name} to be a whole number from 1 up, got {value!r}")
+
+
+def check_seconds(name: str, value: object) -> None:
+    """Accept any positive number of seconds, infinity included."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value) or value <= 0:
+        raise InputError(f"expected {name} to be a number of seconds above 0, got {value!r}")
+
+
+def check_text(name: str, value: object, example: str) -> None:
+    if not isinstance(value, str):
+        raise InputError(f"expected {name} to be a text such as {example!r}, got {value!r}")
+
+
+def check_type(value: object, kind: type | UnionType, expected: str) -> None:
+    if not isinstance(value, kind):
+        raise InputError(f"expected {expected}, got {value!r}")

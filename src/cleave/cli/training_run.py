@@ -1,0 +1,145 @@
+"""What `cleave train` puts around the training loop: a fleet, an event log, a screen, and a claim on the directory."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from cleave import run_files, settings
+from cleave.api.fleet import Fleet
+from cleave.config import TrainConfig
+from cleave.events import AnyEvent, EventLog, Note, Paused
+from cleave.report.train_screen import TrainView
+from cleave.server.admission.gate import is_loopback
+from cleave.server.admission.tokens import FILE, Keys
+from cleave.train.loop import Traffic
+
+if TYPE_CHECKING:
+    import torch
+
+    from cleave.core.schedule.members import Member
+
+_UNENCRYPTED = "tokens and numbers travel in the clear, for anyone on the network to read; add --tls"
+_LOCAL_WAIT_S = 60.0
+
+
+class TrainingRun:
+    """A run's fleet and event log, opened and closed with it."""
+
+    def __init__(self, config: TrainConfig, directory: Path) -> None:
+        self._config, self._directory = config, directory
+        self.fleet: Fleet | None = None
+        self.view = TrainView(Console(stderr=True, highlight=False), self._devices)
+        self.finished = False
+        self._log: EventLog | None = None
+        self._pending: list[AnyEvent] = []
+        self._lock = threading.RLock()
+
+    def observe(self, event: AnyEvent) -> None:
+        """Write an event to the screen and to the log, which is opened once the run's directory exists."""
+        with self._lock:
+            if self._log is None and self._directory.is_dir():
+                self._log = EventLog(self._directory / run_files.EVENTS, time.time)
+                for pending in self._pending:
+                    self._log(pending)
+            if self._log is None:
+                self._pending.append(event)
+            else:
+                self._log(event)
+            self.view(event)
+
+    def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
+        """Start the fleet and distribute the model over it."""
+        from cleave.api.training import distribute
+
+        config = self._config
+        run_files.claim(self._directory)
+        keys, token = run_keys(config, self._directory)
+        self.fleet = fleet = Fleet(
+            config.address,
+            token=token,
+            keys=keys,
+            tls=config.tls if config.tls_certificate is None else (config.tls_certificate, config.tls_key),
+            directory=self._directory,
+            wire=config.wire,
+            offload=config.offload,
+            listener=self.observe,
+            alone=config.alone,
+            trust=config.trust,
+            alone_wait_s=config.alone_wait_s or (settings.ALONE_WAIT_S if _is_local(config.address) else math.inf),
+        )
+        run_files.claim(self._directory, fleet.public_url)
+        suffix = " with their token" if not keys.is_open else ""
+        self.observe(Note(text=f"devices join at {fleet.public_url.partition('#')[0]}{suffix}"))
+        count = config.local_devices
+        if fleet.is_reachable or not count:
+            self.view.show_join_command(fleet.join_command)
+        if not keys.is_open and fleet.is_reachable and fleet.public_url.startswith("ws:"):
+            self.observe(Note(text=_UNENCRYPTED))
+        if count:
+            fleet.start_devices(count, threads=config.device_threads)
+            _reserve_cores(count * config.device_threads)
+            fleet.wait(count, config.wait_s or _LOCAL_WAIT_S)
+        elif config.alone == "wait":
+            limit = "" if config.wait_s is None else f" within {config.wait_s:.0f} s"
+            self.observe(Paused(reason=f"waiting for a device to join{limit}; Ctrl-C stops"))
+            fleet.wait(1, config.wait_s)
+        return distribute(model, fleet, grain=config.grain)
+
+    def traffic(self) -> Traffic:
+        if self.fleet is None:
+            return Traffic()
+        totals = self.fleet.cluster.totals()
+        return Traffic(
+            devices=totals.devices,
+            down_bytes=totals.down_bytes,
+            up_bytes=totals.up_bytes,
+            waiting_s=totals.waiting_s,
+            checking_s=totals.checking_s,
+        )
+
+    def tell_audits(self) -> None:
+        totals = self.fleet.cluster.totals() if self.fleet else None
+        if totals is not None and totals.audited_units:
+            found = f"wrong results found {totals.wrong_audits} times" if totals.wrong_audits else "all correct"
+            self.observe(Note(text=f"audited {totals.audited_units} units: {found}"))
+
+    def _devices(self) -> list[Member]:
+        return self.fleet.cluster.here() if self.fleet else []
+
+    def close(self) -> None:
+        if self.fleet is not None:
+            reason = "the run is finished" if self.finished else "the run stopped"
+            self.fleet.close(reason, rejoin=not self.finished)
+        if self._log is not None:
+            self._log.close()
+        run_files.release(self._directory)
+
+
+def run_keys(config: TrainConfig, directory: Path) -> tuple[Keys, str]:
+    """Return the run's keys and the token to show: the configured one, or a new one if others can reach the server.
+
+    Tokens issued earlier stay valid: the run directory has their hashes, although the tokens cannot be shown again.
+    """
+    keys, chosen = Keys(path=directory / FILE), config.token
+    if chosen:
+        known = not keys.is_open and keys.identify(chosen) is not None
+        return keys, chosen if known else keys.add("device", chosen)[1]
+    return keys, "" if _is_local(config.address) and keys.is_open else keys.add("device")[1]
+
+
+def _is_local(listen: str) -> bool:
+    return is_loopback(listen.rpartition(":")[0].strip("[]"))
+
+
+def _reserve_cores(threads: int) -> None:
+    """Reserve cores for local devices: torch's threads spin while waiting, which would take theirs."""
+    import torch
+
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) - threads)))

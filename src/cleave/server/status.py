@@ -1,0 +1,70 @@
+"""The state of a fleet at one moment, for people and programs: `Fleet.status()` and `/api/status`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cleave.core.schedule.members import Member
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceStatus:
+    """A connected device: its measured profile, and its contribution so far."""
+
+    device: str
+    kernel: str
+    """What multiplies on it: numpy, torch-cpu, torch-cuda or torch-mps."""
+    flops_per_s: float
+    down_bytes_per_s: float
+    up_bytes_per_s: float
+    latency_s: float
+    memory_bytes: int
+    tasks: int
+    done_flops: float
+    verified_flops: float
+    wrong: int
+    """Results found wrong."""
+    down_bytes: int
+    up_bytes: int
+    idle_reason: str
+    """Why it has no work; empty while it has some."""
+
+    @classmethod
+    def of(cls, member: Member) -> DeviceStatus:
+        flops_per_s, down_bytes_per_s, up_bytes_per_s = member.rates
+        return cls(
+            device=member.name,
+            kernel=member.kernel,
+            flops_per_s=flops_per_s,
+            down_bytes_per_s=down_bytes_per_s,
+            up_bytes_per_s=up_bytes_per_s,
+            latency_s=member.latency_s,
+            memory_bytes=member.memory_bytes,
+            tasks=member.tasks,
+            done_flops=member.done_flops,
+            verified_flops=member.verified_flops,
+            wrong=member.wrong,
+            down_bytes=member.down_bytes,
+            up_bytes=member.up_bytes,
+            idle_reason=member.idle_reason,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetStatus:
+    """A fleet: its devices, the grain in use, and totals since it was opened."""
+
+    devices: tuple[DeviceStatus, ...]
+    grain: str | None
+    """`resident`, `gemm` or `server`; None until a model is trained."""
+    grain_reason: str
+    predicted_s: float | None
+    """Predicted seconds of one batch, forward and backward."""
+    down_bytes: int
+    up_bytes: int
+    products: int
+    """Products and passes submitted."""
+    waiting_s: float
+    """Seconds the caller waited for devices."""
+    checking_s: float
+    """Seconds the server spent verifying results."""

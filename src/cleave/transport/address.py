@@ -1,0 +1,95 @@
+"""Addresses of servers as people pass them on: one string with the host, the port and what it takes to join.
+
+A server formats one with `join_command`, a device reads it with `parse_address`. What follows # never travels:
+
+    192.168.1.20:7077                    no encryption, no token
+    192.168.1.20:7077#TOKEN              a token
+    192.168.1.20:7077#TOKEN.PIN          a token, and TLS with a certificate that starts with this fingerprint
+    wss://train.example.org:443#TOKEN    a token, and TLS with a certificate that an authority signed
+    wss://192.168.1.20:7077#sha256:HEX   TLS with the certificate of this fingerprint; the token is given separately
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import shlex
+from dataclasses import dataclass
+from urllib.parse import urlsplit, urlunsplit
+
+from cleave.errors import InputError
+
+PIN_BYTES = 16
+"""Bytes of a SHA-256 fingerprint in a short address: finding another certificate that matches takes 2^128 tries."""
+_PLAIN_TOKEN = re.compile(r"[A-Za-z0-9_-]+")
+_PIN = re.compile(r"[A-Za-z0-9_-]{22}")
+_FINGERPRINT = re.compile(r"sha256:[0-9a-fA-F]{64}")
+_SCHEMES = {"ws": "ws", "wss": "wss", "http": "ws", "https": "wss", "cleave": "ws"}
+_EXPECTED = "expected the address of a server such as 192.168.1.20:7077 or wss://192.168.1.20:7077, got {!r}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    url: str
+    """To dial: ws://host:port/ws, or wss:// with the expected certificate's fingerprint after #."""
+    token: str = ""
+
+    @property
+    def shown(self) -> str:
+        """The address without secrets, for messages."""
+        return self.url.partition("#")[0].removesuffix("/ws")
+
+
+def parse_address(text: str) -> Address:
+    """Read an address in any of the forms above. Without a scheme, a fingerprint implies TLS."""
+    bare, _, secret = text.strip().partition("#")
+    token, pin = _parse_secret(secret, text)
+    parts = urlsplit(bare if "://" in bare else f"{'wss' if pin else 'ws'}://{bare}")
+    try:
+        port = parts.port
+    except ValueError:
+        port = None
+    if parts.scheme not in _SCHEMES or not parts.hostname or port is None:
+        raise InputError(f"{_EXPECTED.format(bare)}; copy the join command that the server prints")
+    path = parts.path.rstrip("/") or "/ws"
+    return Address(url=urlunsplit((_SCHEMES[parts.scheme], parts.netloc, path, "", pin)), token=token)
+
+
+def join_command(url: str, *, token: str, fingerprint: str | None) -> str:
+    """Format the command that joins a server at ws://host:port or wss://host:port, on one line.
+
+    `fingerprint` is the SHA-256 of a self-signed certificate, in hex. A token that a person chose freely does not fit
+    into an address and is passed as an option.
+    """
+    fits = not token or _PLAIN_TOKEN.fullmatch(token) is not None
+    if fingerprint is not None:
+        bare = url.removeprefix("wss://")
+        if fits and token:
+            return f"cleave join {bare}#{token}.{_short(fingerprint)}"
+        address = f"{url}#sha256:{fingerprint}"
+    else:
+        address = url.removeprefix("ws://")
+        if fits and token:
+            return f"cleave join {address}#{token}"
+    return f"cleave join {address}" + (f" --token={shlex.quote(token)}" if token else "")
+
+
+def _parse_secret(secret: str, text: str) -> tuple[str, str]:
+    """Split what follows # into the token and the expected fingerprint, as `sha256:HEX`; either may be empty."""
+    if not secret:
+        return "", ""
+    if secret.startswith("sha256:"):
+        if _FINGERPRINT.fullmatch(secret) is None:
+            digits = len(secret.removeprefix("sha256:"))
+            raise InputError(
+                f"expected sha256: and 64 hexadecimal digits after # in {text!r}, got {digits}; copy the whole address"
+            )
+        return "", secret.lower()
+    token, dot, pin = secret.partition(".")
+    if not _PLAIN_TOKEN.fullmatch(token) or (dot and not _PIN.fullmatch(pin)):
+        raise InputError(f"expected TOKEN or TOKEN.PIN after # in {text!r}, got {secret!r}; copy the whole address")
+    return token, f"sha256:{base64.urlsafe_b64decode(pin + '==').hex()}" if dot else ""
+
+
+def _short(fingerprint: str) -> str:
+    return base64.urlsafe_b64encode(bytes.fromhex(fingerprint)[:PIN_BYTES]).decode().rstrip("=")
