@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cleave.cli.main import main
+from cleave.cli.main import _parser, main
 
 HEADER = "device,flops_per_s,down_bytes_per_s,up_bytes_per_s,latency_s,memory_bytes"
 CONFIG = {
@@ -280,6 +282,76 @@ def test_bad_flags_give_one_sentence_and_exit_code_2(arguments: list[str], capsy
 def test_a_bad_mix_gives_one_sentence_and_exit_code_2(mix: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fleet", "sample", "--mix", mix]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "facts"),
+    [
+        (["train", "--devices", "-1"], ["--devices", "from 0 up", "-1"]),
+        (["train", "--dropout", "1"], ["--dropout", "below 1"]),
+        (["train", "--save-minutes", "-2"], ["--save-minutes", "from 0 up"]),
+    ],
+)
+def test_a_flag_out_of_range_names_the_range(
+    arguments: list[str], facts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert all(fact in told for fact in facts)
+
+
+def test_a_country_without_link_data_is_answered_with_those_that_have_some(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fleet", "sample", "--mix", "phone=1", "--country", "de"]) == 2
+    told = capsys.readouterr().err
+    assert "--country world" in told
+    assert "nl" in told
+
+
+def test_an_out_that_cannot_be_written_is_refused_before_any_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    for out in (tmp_path / "file", tmp_path / "file" / "run"):
+        assert main(["train", "--out", str(out)]) == 2
+        told = capsys.readouterr().err
+        assert str(tmp_path / "file") in told
+        assert "--out" in told
+        assert told.count("\n") == 1
+
+
+def parsers(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for child in action.choices.values():
+                yield from parsers(child)
+
+
+@pytest.mark.parametrize("parser", list(parsers(_parser())), ids=lambda parser: parser.prog)
+def test_help_tells_the_default_of_every_option_and_fits_the_terminal(
+    parser: argparse.ArgumentParser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for action in parser._actions:
+        assert action.help or isinstance(action, argparse._SubParsersAction), action
+        takes_value = action.option_strings and action.nargs != 0
+        if (
+            takes_value
+            and not action.required
+            and not any(action in group._group_actions for group in _exclusive(parser))
+        ):
+            told = ("default:", "required with", "draw the", "to write")
+            assert any(words in action.help for words in told), f"{parser.prog} {action.option_strings}"
+    examples = (parser.epilog or "").count("\n  cleave ")
+    if parser.prog.count(" ") == 1 and parser.prog != "cleave completion":
+        assert examples, f"{parser.prog} has no example"
+    assert all(len(line) <= 80 for line in parser.format_help().splitlines() if not line.startswith("  cleave "))
+
+
+def _exclusive(parser: argparse.ArgumentParser) -> list[argparse._MutuallyExclusiveGroup]:
+    return [group for group in parser._mutually_exclusive_groups if group.required]
 
 
 def test_help_imports_no_heavy_modules() -> None:

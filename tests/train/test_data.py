@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import sys
+import tempfile
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as arrow
@@ -405,3 +408,32 @@ def test_evaluation_reads_each_window_in_order(length: int, sequence: int, batch
         assert rows.dtype == np.int64
         assert 1 <= len(rows) <= batch
         assert np.array_equal(rows, rows[:, :1] + np.arange(sequence + 1))
+
+
+@given(text=st.text())
+@settings(max_examples=30)
+def test_a_saved_byte_tokenizer_gives_the_same_tokens_in_transformers(text: str) -> None:
+    saved = _saved_byte_tokenizer()
+    ours = ByteTokenizer()
+    tokens = ours.encode(text)
+    assert saved.encode(text.replace("\0", "").encode("utf-8", "replace").decode()) == tokens.tolist()
+    assert saved.decode(tokens.tolist()) == ours.decode(tokens)
+
+
+def test_a_saved_byte_tokenizer_loads_as_the_models_own_with_the_same_separator(tmp_path: Path) -> None:
+    ByteTokenizer().save(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert not isinstance(loaded, ByteTokenizer)
+    assert (loaded.vocab_size, loaded.separator) == (256, 0)
+    text = "naïve \u20ac  two  spaces\n\ttab"
+    assert loaded.encode(text).tolist() == ByteTokenizer().encode(text).tolist()
+    assert loaded.decode(loaded.encode(text)) == text
+
+
+@functools.cache
+def _saved_byte_tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as directory:
+        ByteTokenizer().save(Path(directory))
+        return AutoTokenizer.from_pretrained(directory)

@@ -7,9 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from cleave import memory
 from cleave.core.model.shapes import named
 from cleave.errors import ModelError
 from cleave.train.models import build_model, load_directory
+from cleave.train.offload import families
+from cleave.train.offload.families import Description
 
 TINY = ("tiny-llama", "tiny-opt", "tiny-gpt2")
 
@@ -76,3 +79,33 @@ def test_a_directory_without_a_valid_model_is_refused(tmp_path: Path) -> None:
 def test_an_unknown_name_is_refused_with_similar_names_and_the_path_tried(name: str, said: str) -> None:
     with pytest.raises(ModelError, match=f"'{name}': .* not a preset .{said}.*not a directory.*Hugging Face"):
         build_model(name, "fp32", seed=1)
+
+
+@pytest.mark.parametrize("name", ["opt-125m", "tiny-opt", "tiny-gpt2"])
+def test_fresh_weights_have_no_dropout_unless_asked_for_so_that_layers_can_stay_on_devices(name: str) -> None:
+    usual, _ = build_model(name, "bf16", seed=1)
+    asked, _ = build_model(name, "bf16", seed=1, dropout=0.1)
+    for model, resident in ((usual, True), (asked, False)):
+        (place,) = families.find(model.train())
+        assert isinstance(families.describe(place), Description) == resident
+
+
+def test_a_loaded_model_keeps_its_dropout_unless_told_otherwise(tmp_path: Path) -> None:
+    build_model("tiny-opt", "fp32", seed=1, dropout=0.3)[0].save_pretrained(tmp_path)
+    assert build_model(str(tmp_path), "fp32", seed=1)[0].config.dropout == 0.3
+    loaded = build_model(str(tmp_path), "fp32", seed=1, dropout=0.0)[0].config
+    assert (loaded.dropout, loaded.attention_dropout) == (0.0, 0.0)
+
+
+def test_a_model_too_large_for_the_server_is_refused_before_any_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1_000_000_000)
+    with pytest.raises(ModelError, match=r"opt-125m needs 2 GB .* 1 GB are free.*bf16"):
+        build_model("opt-125m", "fp32", seed=1)
+    with pytest.raises(ModelError, match=r"opt-125m needs 1 GB"):
+        build_model("opt-125m", "bf16", seed=1)
+    build_model("tiny-llama", "fp32", seed=1)[0].save_pretrained(tmp_path)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 1_000_000)
+    with pytest.raises(ModelError, match=r"needs 0\.002\d* GB"):
+        build_model(str(tmp_path), "fp32", seed=1)

@@ -29,7 +29,8 @@ def add_to(add: AddVerb) -> None:
         help="plan one product, or a model's training step, for a fleet",
         description="Plan one matrix product, or a model's whole training step, for a fleet: which device does what, "
         "how long it takes, how close that is to the lower bound, what limits it, and what one GPU would take.",
-        usage="cleave plan (--model NAME --tokens N | --gemm M,N,K) --fleet FLEET.csv [OPTION ...]",
+        usage="cleave plan --model NAME --tokens N --fleet FLEET.csv [OPTION ...]\n"
+        "       cleave plan --gemm M,N,K --fleet FLEET.csv [OPTION ...]",
         examples=(
             "cleave fleet sample --mix phone=600,laptop=300 --out fleet.csv",
             "cleave plan --model llama-2-7b --tokens 131072 --fleet fleet.csv --plot step.png",

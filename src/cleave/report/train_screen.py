@@ -29,6 +29,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _MAX_NOTES = 20
 _LINE_S = 5.0  # without a terminal, at most one line in this time
 _MOST_DEVICES = 12
+_LEAST_NOTE_LINES = 4
 
 
 class TrainView:
@@ -96,14 +97,13 @@ class TrainView:
         width, height = self._console.size
         with self._lock:
             room = height - 2 - -(-len(self._join_command) // width)  # below the join command and its heading
-            numbers = self._numbers(width)
+            numbers = self._numbers(width)[: max(room, 1)]
+            room -= len(numbers)
             devices = self._devices()
-            rows = min(len(devices), _MOST_DEVICES, max(room - len(numbers) - 5, 1))
-            parts: list[RenderableType] = [*numbers]
-            if devices:
-                parts.append(device_table(devices, width, at_most=rows))
-            left = room - len(numbers) - (rows + 1 if devices else 0)
-            return Group(*parts, *_newest(self._notes, width, left))
+            rows = min(len(devices), _MOST_DEVICES, max(room - 1 - _LEAST_NOTE_LINES, 0))
+            table = [device_table(devices, width, at_most=rows)] if rows else []
+            room -= rows + 1 if rows else 0
+            return Group(*numbers, *table, *_newest(self._notes, width, room))
 
     def _numbers(self, width: int) -> list[RenderableType]:
         figures = self.figures

@@ -1,0 +1,83 @@
+"""A join command is one short line, and a device reads from it what the server wrote into it."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cleave.cli.main import main
+from cleave.errors import InputError
+from cleave.server.admission.tokens import Keys
+from cleave.transport.address import join_command, parse_address
+
+FINGERPRINT = hashlib.sha256(b"a certificate").hexdigest()
+HOSTS = st.sampled_from(["192.168.1.20", "train.example.org", "[2001:db8::1]", "localhost"])
+TOKENS = st.one_of(
+    st.just(""), st.text(st.characters(codec="ascii", categories=["L", "N", "P", "S", "Zs"]), min_size=1)
+)
+
+
+@given(host=HOSTS, port=st.integers(1, 65535), token=TOKENS, fingerprint=st.sampled_from([FINGERPRINT, None]))
+def test_a_device_reads_address_token_and_pin_from_the_join_command(
+    host: str, port: int, token: str, fingerprint: str | None
+) -> None:
+    url = f"{'ws' if fingerprint is None else 'wss'}://{host}:{port}"
+    words = shlex.split(join_command(url, token=token, fingerprint=fingerprint))
+    assert words[:2] == ["cleave", "join"]
+    address = parse_address(words[2])
+    given_token = words[3].removeprefix("--token=") if len(words) > 3 else ""
+    assert (given_token or address.token) == token
+    dialed, _, pin = address.url.partition("#sha256:")
+    assert dialed == f"{url}/ws"
+    assert FINGERPRINT.startswith(pin)
+    assert len(pin) >= (32 if fingerprint else 0)
+    assert address.shown == url
+
+
+def test_with_a_certificate_that_an_authority_signed_the_scheme_says_so() -> None:
+    command = join_command("wss://train.example.org:443", token="secret", fingerprint=None)
+    assert command == "cleave join wss://train.example.org:443#secret"
+    assert parse_address(command.split()[2]).url == "wss://train.example.org:443/ws"
+
+
+def test_the_join_command_of_any_ipv4_server_with_a_token_of_its_own_fits_80_columns() -> None:
+    token = Keys().lend()
+    command = join_command("wss://255.255.255.255:65535", token=token, fingerprint=FINGERPRINT)
+    assert len(command) <= 80
+    assert "\n" not in command
+
+
+def test_a_new_token_is_never_taken_for_an_option() -> None:
+    keys = Keys()
+    assert not any(keys.lend().startswith("-") for _ in range(500))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "somewhere",
+        "ftp://host:1",
+        "host:port",
+        "host:1#a b",
+        "host:1#token.short",
+        "host:1#sha256:12",
+        "host:1#." + "x" * 22,
+    ],
+)
+def test_a_wrong_address_is_an_input_error_that_says_what_to_copy(text: str) -> None:
+    with pytest.raises(InputError, match="copy"):
+        parse_address(text)
+
+
+def test_join_without_an_address_or_with_a_wrong_one_ends_with_one_sentence(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CLEAVE_SERVER", raising=False)
+    for arguments in (["join"], ["join", "http//nowhere"]):
+        assert main(arguments) == 2
+        assert capsys.readouterr().err.count("\n") == 1
