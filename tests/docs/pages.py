@@ -3,22 +3,24 @@
 `sh` and `python` blocks are run, in order. An HTML comment right above a block changes how:
 
     <!-- run: until "TEXT" -->             stop the block, as Ctrl-C does, once it has printed TEXT
-    <!-- run: background until "TEXT" -->  go on once it has printed TEXT, and stop it at the end of the page
+    <!-- run: background until "TEXT" -->  go on once it has printed TEXT, and stop it at the end of the section
     <!-- run: join -->                     put the join command that the server in the background printed in place of
                                            the block's own, keep its options, and go on once a step was computed with
-                                           the device's help; at the end of the page, the device must have done tasks
+                                           the device's help; at the end of the section, the device must have done
+                                           tasks
     <!-- run: continued -->                (python) go on where the block before ended, in the same script
     <!-- not run: REASON -->               do not run the block
 
-Any other directive is an error, and so is a block that escapes the harness: a shell block with another language tag, or
-a command in a block without one. `tests/docs/runner.py` runs blocks.
+A section ends at the next heading of level 2. Any other directive is an error, and so is a block that escapes the
+harness: a shell block with another language tag, or a command in a block without one. `tests/docs/runner.py` runs
+blocks.
 """
 
 from __future__ import annotations
 
 import re
 import textwrap
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -44,6 +46,8 @@ class Block:
     code: str
     line: int
     """Line of the page on which the code starts, counted from 1."""
+    section: int = 0
+    """Headings of level 2 above the block."""
     until: str = ""
     """Text that ends the wait for the block; empty if the block ends by itself."""
     background: bool = False
@@ -82,9 +86,10 @@ def parse_page(name: str, text: str) -> Page:
     lines = text.splitlines()
     blocks: list[Block] = []
     directive: tuple[str, int] | None = None
-    number = 0
+    number = section = 0
     while number < len(lines):
         line, number = lines[number], number + 1
+        section += line.startswith("## ")
         if comment := _COMMENT.search(line):
             _require(directive is None, name, number, "the directive above it has no block")
             directive = (f"{comment['kind']}: {comment['text']}", number)
@@ -98,7 +103,7 @@ def parse_page(name: str, text: str) -> Page:
             number += 1
             language = fence["language"].lower()
             if language in _LANGUAGES:
-                blocks.append(_block(language, code, first + 1, directive, name))
+                blocks.append(replace(_block(language, code, first + 1, directive, name), section=section))
                 directive = None
             else:
                 _check_that_nothing_escapes(language, code, name, first)
@@ -139,16 +144,17 @@ def _check_that_nothing_escapes(language: str, code: str, page: str, line: int) 
 
 
 def _check_order(blocks: list[Block], page: str) -> None:
-    serving = False
+    serving: int | None = None
     for before, block in zip([None, *blocks], blocks, strict=False):
         if block.continued:
             goes_on = before is not None and before.language == block.language == "python"
             goes_on = goes_on and not (before.not_run or before.until)
             _require(goes_on, page, block.line, "only a python block that is run can be continued, by the next block")
         if block.join:
-            _require(serving and block.language == "sh", page, block.line, "there is no server to join")
+            serves = serving == block.section
+            _require(serves and block.language == "sh", page, block.line, "there is no server to join in this section")
             _require("cleave join " in block.code, page, block.line, "expected a cleave join command")
-        serving |= block.background
+        serving = block.section if block.background else serving
 
 
 def _require(condition: bool, page: str, line: int, problem: str) -> None:

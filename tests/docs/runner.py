@@ -5,9 +5,9 @@ of the clone's tracked files, whose `.venv` is the one that runs the tests, with
 and, if a block mentions it, `my-model/` (a small Llama with a tokenizer, as `save_pretrained` writes them). HOME is
 empty, so runs are in `~/.cleave` as the pages say. Hugging Face is offline.
 
-Code is run as printed, with two exceptions. Port 7077 becomes a free one, as pages run side by side. `pip install` only
-pretends, from a wrapper on PATH: it builds the metadata and fails unless this environment has all requirements, also
-those of the extras.
+Code is run as printed, with three exceptions. Port 7077 becomes a free one, as pages run side by side. `pip install`
+only pretends: it builds the metadata and fails unless this environment has all requirements, also those of the extras.
+`python3 -m venv` links to the environment that runs the tests.
 
 A block without a directive must end with exit code 0. One that is interrupted must end in time without a traceback.
 Processes are stopped by id.
@@ -36,21 +36,26 @@ from tests.docs.pages import ROOT, Block, Page
 PATIENCE_S = 300.0
 """Deadline of every wait, far longer than a busy machine needs: only a failure waits this long."""
 _POLL_S = 0.05
+_THE_END = "its end"
 _PORT = "7077"
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 _JOIN_COMMAND = re.compile(r"cleave join (\S*:\d+\S*(?: --token[ =]\S+)?)")
 _TASKS = re.compile(r"(\d[\d,]*) tasks?\b")
-_PIP = """\
-#!/bin/sh
-# What pip install would do, and whether this environment has all it needs.
-if [ "$1" = install ]; then
+_PRELUDE = """\
+pip() {{
+    if [ "$1" != install ]; then {python} -m pip "$@"; return; fi
     shift
-    said=$({python} -m pip install --dry-run --no-build-isolation --no-index "$@" 2>&1) && code=0 || code=$?
+    local said code=0
+    said=$({python} -m pip install --dry-run --no-build-isolation --no-index "$@" 2>&1) || code=$?
     echo "$said"
-    case "$said" in *"does not provide the extra"*) exit 1 ;; esac
-    exit $code
-fi
-exec {python} -m pip "$@"
+    case "$said" in *"does not provide the extra"*) return 1 ;; esac
+    return $code
+}}
+python3() {{
+    if [ "$1 $2" != "-m venv" ]; then {python} "$@"; return; fi
+    mkdir "$3" && ln -s {prefix}/* "$3"
+}}
+set -e -o pipefail
 """
 
 
@@ -62,6 +67,8 @@ class Running:
     process: subprocess.Popen[bytes]
     output: Path
     started_s: float
+    ended: bool = False
+    """Whether it was found to have ended well."""
 
     @property
     def said(self) -> str:
@@ -75,6 +82,7 @@ class Runner:
         self._page, self._directory = page, directory
         self.clone = directory / "clone"
         self._environment = directory / "environment.sh"
+        self._prelude = directory / "prelude.sh"
         self._port = str(_free_port())
         self._running: list[Running] = []
         self._count = 0
@@ -86,6 +94,7 @@ class Runner:
         try:
             blocks = self._page.blocks
             for index, block in enumerate(blocks):
+                self._end_sections_before(block)
                 if block.not_run or block.continued:
                     continue
                 code = self._code(block)
@@ -94,25 +103,33 @@ class Runner:
                     code += _padded(self._code(blocks[following]), blocks[following].line, code)
                     following += 1
                 self._run(block, code)
-            for running in reversed(self._running):
-                self._interrupt(running)
+            self._end_sections_before(None)
             return [running.said for running in self._running]
         finally:
             for running in self._running:
                 _kill(running.process)
 
+    def _end_sections_before(self, block: Block | None) -> None:
+        """Stop what is left of earlier sections, the newest first: a device before its server."""
+        for running in reversed(self._running):
+            if not running.ended and (block is None or running.block.section < block.section):
+                self._interrupt(running)
+
     def _run(self, block: Block, code: str) -> None:
-        if block.join:
-            code = self._with_printed_command(code)
+        server = self._newest_server() if block.join else None
+        if server is not None:
+            code = self._with_printed_command(code, server)
         running = self._start(block, code)
-        if block.join:
+        if server is not None:
             self._wait(running, lambda: self._has_helped(running), "a step computed with the device's help")
+            if running.process.poll() is not None:  # the server has finished and sent it home
+                self._wait(server, lambda: False, _THE_END)
         elif block.until:
             self._wait(running, lambda: block.until in " ".join(running.said.split()), repr(block.until))
             if not block.background:
                 self._interrupt(running)
         else:
-            self._wait(running, lambda: False, "the end")
+            self._wait(running, lambda: False, _THE_END)
 
     # ----------------------------------------------------------------------------------------------- processes
 
@@ -127,7 +144,7 @@ class Runner:
             script.write_text(code)
             after = f'export -p > {self._environment}; echo cd $(printf %q "$PWD") >> {self._environment}'
             line = f". {shlex.quote(str(script))}" + (f"; {after}" if stays else "")
-        command = ["bash", "-c", f". {self._environment}; set -e -o pipefail; {line}"]
+        command = ["bash", "-c", f". {self._environment}; . {self._prelude}; {line}"]
         output = self._directory / f"block-{self._count}.out"
         with output.open("wb") as stream:
             process = subprocess.Popen(
@@ -146,16 +163,16 @@ class Runner:
     def _wait(self, running: Running, condition: Callable[[], bool], awaited: str) -> None:
         """Wait until the condition holds, or a block that ends by itself has ended."""
         give_up = time.monotonic() + PATIENCE_S
-        endless = bool(running.block.until)
         while not condition():
             self._require(time.monotonic() < give_up, running, f"timed out waiting for {awaited}")
             code = running.process.poll()
             if code is not None:
                 self._require(code == 0, running, f"ended with exit code {code}")
-                self._require(not endless or condition(), running, f"ended without {awaited}")
+                is_awaited = running.block.join or awaited == _THE_END or condition()
+                self._require(is_awaited, running, f"ended without {awaited}")
                 return
             for other in self._running:
-                failed = other.process.poll() not in (None, 0)
+                failed = not other.ended and other.process.poll() not in (None, 0)
                 self._require(not failed, other, "failed in the background")
             time.sleep(_POLL_S)
 
@@ -174,6 +191,7 @@ class Runner:
         if running.block.join:
             tasks = [int(number.replace(",", "")) for number in _TASKS.findall(running.said)]
             self._require(bool(tasks) and tasks[-1] > 0, running, "did no tasks")
+        running.ended = True
 
     def _require(self, condition: bool, running: Running, problem: str) -> None:
         if condition:
@@ -184,17 +202,14 @@ class Runner:
 
     # ------------------------------------------------------------------------------------------------- joining
 
-    def _with_printed_command(self, code: str) -> str:
-        """Put the address that the newest server printed into the block's join command."""
-        servers = [running for running in self._running if running.block.background]
-        server = servers[-1]
-        self._wait_for_command(server)
+    def _newest_server(self) -> Running:
+        return [running for running in self._running if running.block.background][-1]
+
+    def _with_printed_command(self, code: str, server: Running) -> str:
+        """Put the address that the server printed into the block's join command."""
+        self._wait(server, lambda: _JOIN_COMMAND.search(server.said) is not None, "a join command")
         address = _JOIN_COMMAND.findall(server.said)[-1]
         return _JOIN_COMMAND.sub(lambda _: f"cleave join {address}", code)
-
-    def _wait_for_command(self, server: Running) -> None:
-        found: Callable[[], bool] = lambda: _JOIN_COMMAND.search(server.said) is not None  # noqa: E731
-        self._wait(server, found, "a join command")
 
     def _has_helped(self, device: Running) -> bool:
         """Whether a step was computed since the device joined, as event logs tell; a script's fleet has no log."""
@@ -207,19 +222,17 @@ class Runner:
         return block.code.replace(_PORT, self._port)
 
     def _prepare(self) -> None:
-        home, programs = self._directory / "home", self._directory / "bin"
+        home = self._directory / "home"
         home.mkdir()
-        programs.mkdir()
-        pip = programs / "pip"
-        pip.write_text(_PIP.format(python=shlex.quote(sys.executable)))
-        pip.chmod(0o755)
+        python, prefix = shlex.quote(sys.executable), shlex.quote(sys.prefix)
+        self._prelude.write_text(_PRELUDE.format(python=python, prefix=prefix))
         _write_texts(self.clone / "my-texts")
         inherited = {
             name: os.environ[name] for name in ("LANG", "LC_ALL", "TMPDIR", "PYTHONPATH") if name in os.environ
         }
         variables = {
             **inherited,
-            "PATH": os.pathsep.join((str(programs), str(Path(sys.executable).parent), os.environ["PATH"])),
+            "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"])),
             "HOME": str(home),
             "COLUMNS": "80",
             "OMP_NUM_THREADS": "1",

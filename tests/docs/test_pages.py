@@ -11,6 +11,7 @@ from tests.docs.runner import prepared, save_small_model
 
 MOST_EXCUSED = 12
 """Blocks that may stay unrun, of all pages together: what needs another machine, an init system or an engine."""
+_SERVER = '<!-- run: background until "x" -->\n```sh\ncleave train\n```\n'
 PAGES = [read_page(path) for path in all_pages()]
 
 
@@ -56,6 +57,7 @@ def test_few_blocks_stay_unrun_and_each_for_a_reason() -> None:
         ("<!-- run: twice -->\n```sh\nls\n```\n", "'twice'"),
         ("<!-- not run: no -->\n```sh\nls\n```\n", "reason"),
         ("<!-- run: join -->\n```sh\ncleave join here:1\n```\n", "no server"),
+        (_SERVER + "## Next\n<!-- run: join -->\n```sh\ncleave join here:1\n```\n", "no server"),
         ("<!-- run: continued -->\n```python\nx = 1\n```\n", "continued"),
         ('<!-- run: until "x" -->\nprose\n```sh\nls\n```\n', "right above"),
         ('<!-- run: until "x" -->\n', "no block"),
