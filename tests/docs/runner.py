@@ -80,6 +80,7 @@ class Runner:
 
     def __init__(self, page: Page, directory: Path) -> None:
         self._page, self._directory = page, directory
+        directory.mkdir(exist_ok=True)
         self.clone = directory / "clone"
         self._environment = directory / "environment.sh"
         self._prelude = directory / "prelude.sh"
@@ -98,6 +99,8 @@ class Runner:
                 if block.not_run or block.continued:
                     continue
                 code = self._code(block)
+                if block.language == "python":
+                    code = _padded(code, block.line, "")
                 following = index + 1
                 while following < len(blocks) and blocks[following].continued:
                     code += _padded(self._code(blocks[following]), blocks[following].line, code)
@@ -137,11 +140,10 @@ class Runner:
         self._count += 1
         stays = not block.until and not block.join
         script = self._directory / f"block-{self._count}.{'py' if block.language == 'python' else 'sh'}"
+        script.write_text(code)
         if block.language == "python":
-            script.write_text(_padded(code, block.line, ""))
             line = f"exec {shlex.quote(sys.executable)} {shlex.quote(str(script))}"
         else:
-            script.write_text(code)
             after = f'export -p > {self._environment}; echo cd $(printf %q "$PWD") >> {self._environment}'
             line = f". {shlex.quote(str(script))}" + (f"; {after}" if stays else "")
         command = ["bash", "-c", f". {self._environment}; . {self._prelude}; {line}"]
