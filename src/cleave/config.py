@@ -41,8 +41,8 @@ class Range:
         return self.lowest <= value <= self.highest and not (self.above and value == self.lowest)
 
     def __str__(self) -> str:
-        start = f"above {self.lowest:,}" if self.above else f"from {self.lowest:,}"
-        return f"{start} up" if math.isinf(self.highest) else f"{start} to {self.highest:,}"
+        start = f"above {self.lowest:,}" if self.above else f"of at least {self.lowest:,}"
+        return start if math.isinf(self.highest) else f"{start} and at most {self.highest:,}"
 
 
 Count = Annotated[int, Range(1, 2**31 - 1)]
@@ -170,7 +170,7 @@ def load_config(path: Path | None, overrides: Mapping[str, object]) -> TrainConf
     config = TrainConfig(**{name: _convert(name, hints[name], value) for name, value in values.items()})  # pyright: ignore[reportArgumentType]
     _check_address(config.address)
     if config.tls_key is not None and config.tls_certificate is None:
-        raise InputError("expected tls_certificate along with tls_key, got the key alone; give both, or only tls")
+        raise InputError("expected tls_certificate along with tls_key, got only the key; give both, or just tls")
     return config
 
 
@@ -199,7 +199,7 @@ def _field_name(key: str, where: str, value: object = None) -> str:
     if name in names:
         return name
     if isinstance(value, dict):
-        raise InputError(f"expected settings without a section{where}, got [{key}]; remove that line, as all are flat")
+        raise InputError(f"settings have no sections, but there is a [{key}]{where}; remove that line")
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     advice = f"did you mean {close[0]}?" if close else f"the settings are {', '.join(names)}"
     raise InputError(f"there is no setting {reprlib.repr(key)}{where}; {advice}")
@@ -233,12 +233,12 @@ def _convert(name: str, hint: object, value: object) -> object:
         return value
     if hint is Path and isinstance(value, str | Path) and str(value):
         return Path(value)
-    expected = {float: "a number", int: "a whole number", bool: "true or false", str: "a text", Path: "a path"}
+    expected = {float: "a number", int: "a whole number", bool: "true or false", str: "a string", Path: "a path"}
     return _reject(name, expected[cast("type", hint)], value)
 
 
 def _reject(name: str, expected: str, value: object) -> object:
-    raise InputError(f"expected {name} to be {expected}, got {reprlib.repr(value)}; change that setting")
+    raise InputError(f"expected {name} to be {expected}, got {reprlib.repr(value)}; change this setting")
 
 
 def _check_address(listen: str) -> None:

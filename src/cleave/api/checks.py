@@ -16,7 +16,7 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
 
 def check_count(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InputError(f"expected {name} to be a whole number from 1 up, got {value!r}")
+        raise InputError(f"expected {name} to be a whole number of at least 1, got {value!r}")
 
 
 def check_seconds(name: str, value: object) -> None:
@@ -27,7 +27,7 @@ def check_seconds(name: str, value: object) -> None:
 
 def check_text(name: str, value: object, example: str) -> None:
     if not isinstance(value, str):
-        raise InputError(f"expected {name} to be a text such as {example!r}, got {value!r}")
+        raise InputError(f"expected {name} to be a string such as {example!r}, got {value!r}")
 
 
 def check_type(value: object, kind: type | UnionType, expected: str) -> None:

@@ -46,18 +46,22 @@ def plan(
     check_type(fleet, Profiles | str | Path, "a fleet as Profiles or the path of a fleet CSV")
     profiles = fleet if isinstance(fleet, Profiles) else load_fleet(fleet)
     if (gemm is None) == (model is None):
-        raise InputError("expected either a model or a gemm to plan; give one of them")
+        raise InputError("expected either a model or a gemm to plan, not both or neither")
     if gemm is not None:
         if grain == "resident":
-            raise InputError("a gemm alone has no resident weights; use --grain gemm, or give --model and --tokens")
+            raise InputError(
+                "a single product has no resident layers; use --grain gemm, or plan a model with --model and --tokens"
+            )
         product = gemm if isinstance(gemm, Gemm) else Gemm(m=gemm[0], n=gemm[1], k=gemm[2])
         if min(product.m, product.n, product.k) < 1:
-            raise InputError(f"expected sizes from 1 up, got gemm {product.m}, {product.n}, {product.k}; give M, N, K")
+            raise InputError(
+                f"expected sizes of at least 1, got gemm {product.m}, {product.n}, {product.k}; give M, N, K"
+            )
         return plan_gemm(profiles, product, wire=wire, server=server, split=split)
     assert model is not None
     shape = model if isinstance(model, ModelShape) else load_shape(model)
     if tokens is None:
-        raise InputError("a model's step needs its number of tokens; add --tokens, such as --tokens 131072")
+        raise InputError("planning a model needs the tokens per step; add --tokens, such as --tokens 131072")
     length = _sequence(shape, tokens, sequence)
     if grain == "gemm" or (grain == "auto" and (split != "auto" or not grouped)):
         return plan_step(
@@ -120,7 +124,5 @@ def _sequence(shape: ModelShape, tokens: int, sequence: int | None) -> int:
         longest = min(_USUAL_SEQUENCE, shape.max_positions, tokens)
         return next(length for length in range(longest, 0, -1) if tokens % length == 0)
     if sequence > shape.max_positions:
-        raise InputError(
-            f"{shape.name} has {shape.max_positions} positions, got --sequence {sequence}; give at most that many"
-        )
+        raise InputError(f"{shape.name} has {shape.max_positions} positions, but --sequence is {sequence}; lower it")
     return sequence

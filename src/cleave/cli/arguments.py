@@ -67,7 +67,7 @@ def count(text: str) -> int:
     except ValueError:
         value = 0
     if not 1 <= value < 2**40:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 1 up, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
     return value
 
 
@@ -75,20 +75,20 @@ def count_or_zero(text: str) -> int:
     try:
         return 0 if text.strip() == "0" else count(text)
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 up, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text!r}") from None
 
 
 def number_or_zero(text: str) -> float:
     try:
         return 0.0 if text.strip() == "0" else positive(text)
     except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"expected a number from 0 up, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}") from None
 
 
 def probability(text: str) -> float:
     value = number_or_zero(text)
     if value >= 1:
-        raise argparse.ArgumentTypeError(f"expected a probability from 0 to below 1, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a probability of at least 0 and below 1, got {text!r}")
     return value
 
 
@@ -108,5 +108,5 @@ def seed(text: str) -> int:
     except ValueError:
         value = -1
     if value < 0:
-        raise argparse.ArgumentTypeError(f"expected a whole number from 0 up, got {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text!r}")
     return value

@@ -64,7 +64,7 @@ def run_fleet_sample(*, mix: str, country: str, seed: int, out: str | None, as_j
     from cleave.report import fleet as fleet_report
 
     if as_json and out is None:
-        raise InputError("--json describes a fleet that is written to a file; add --out FLEET.csv")
+        raise InputError("--json needs a file for the fleet itself; add --out FLEET.csv")
     profiles = sample_fleet(mix, country, seed)
     if out is None:
         sys.stdout.write(write_csv(profiles))

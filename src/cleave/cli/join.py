@@ -8,6 +8,7 @@ import contextlib
 import gc
 import os
 import platform
+import signal
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING
 
@@ -122,14 +123,24 @@ def run_join(
     contribution = Contribution()
     with (
         join_report.shown(contribution, offer.flops_per_s, offer.memory_bytes, chosen.name, quiet=quiet) as say,
-        contextlib.suppress(KeyboardInterrupt),
+        contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError),
     ):
         if kernel == "auto" and (hint := unused_gpu(chosen)):
             say(hint)
         gc.freeze()  # exempt everything loaded so far from collection
         gc.set_threshold(50_000)
         serving = join.serve(address, chosen, offer, contribution, say, wait_s)
-        asyncio.run(_while_parent_lives(serving) if with_parent else serving)
+        asyncio.run(_until_stopped(_while_parent_lives(serving) if with_parent else serving))
+
+
+async def _until_stopped(serving: Coroutine[None, None, None]) -> None:
+    """Leave as cleanly as on Ctrl-C when the system stops this process, or its terminal is closed."""
+    task = asyncio.current_task()
+    assert task is not None
+    for name in ("SIGTERM", "SIGHUP"):
+        with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):  # as on Windows
+            asyncio.get_running_loop().add_signal_handler(getattr(signal, name), task.cancel)
+    await serving
 
 
 async def _while_parent_lives(serving: Coroutine[None, None, None]) -> None:

@@ -132,7 +132,7 @@ def run_plan(
     from cleave.report import plan_json, plan_text, plan_words
 
     if gemm is not None and tokens is not None:
-        raise InputError("--tokens goes with --model, and a gemm has its size already; leave it out")
+        raise InputError("--tokens applies to --model, and a gemm already has its size; drop --tokens")
     if plot is not None:
         _check_plot(Path(plot))
     server = Server(
@@ -162,7 +162,7 @@ def run_plan(
 
         plan_plot.draw(planned, profiles, server, Path(plot))
         if not as_json:
-            plan_words.say(f"drawn: {plot}")
+            plan_words.say(f"wrote {plot}")
 
 
 def _check_plot(path: Path) -> None:
@@ -170,7 +170,7 @@ def _check_plot(path: Path) -> None:
     if path.suffix.lower() not in {".png", ".svg", ".pdf"}:
         raise InputError(f"expected --plot to end in .png, .svg or .pdf, got {path}; rename it")
     if not path.parent.is_dir():
-        raise InputError(f"--plot {path}: there is no folder {path.parent}; make it first")
+        raise InputError(f"--plot {path}: there is no directory {path.parent}; create it first")
     from cleave.extras import install_command
 
     try:

@@ -70,7 +70,7 @@ async def serve(
             finally:
                 await channel.close()
             if not goodbye.rejoin:
-                say(f"the server dismissed this device: {goodbye.reason}")
+                say(f"the server ended this session: {goodbye.reason}")
                 return
             say(f"the server closed the connection: {goodbye.reason}; rejoining in {pause_s:.1f} s")
         except (InputError, Refusal):

@@ -42,7 +42,7 @@ def usable_memory_bytes(limit_bytes: int | None) -> int:
         return int(memory.available_bytes() * _DEFAULT_SHARE)
     if limit_bytes > (total := memory.total_bytes()):
         raise InputError(
-            f"expected --memory of at most {total / 1e9:.3g} GB, which is all that this machine has, got "
+            f"this machine has {total / 1e9:.3g} GB of memory, so --memory can be at most {total / 1e9:.3g} GB, but is "
             f"{limit_bytes / 1e9:.3g} GB; lend less"
         )
     in_use = psutil.Process().memory_info().rss
@@ -50,8 +50,8 @@ def usable_memory_bytes(limit_bytes: int | None) -> int:
     if usable < _MIN_BYTES:
         minimum = in_use + _TRANSIT_BYTES + _MIN_BYTES
         raise InputError(
-            f"expected --memory of at least {minimum / 1e6:.0f} MB, as the program itself takes {in_use / 1e6:.0f} MB, "
-            f"got {limit_bytes / 1e6:.0f} MB; allow more"
+            f"--memory must be at least {minimum / 1e6:.0f} MB, as the program itself takes {in_use / 1e6:.0f} MB, "
+            f"but is {limit_bytes / 1e6:.0f} MB; allow more"
         )
     return usable
 

@@ -176,8 +176,8 @@ class OperandStore:
     def _require_space(self, need: int) -> None:
         if self.used_bytes + need > self._memory_bytes:
             raise ProtocolError(
-                f"the server sends {need} bytes more where {self._memory_bytes - self.used_bytes} of "
-                f"{self._memory_bytes} are left; this device does not go beyond its memory"
+                f"the server sent {need} more bytes where {self._memory_bytes - self.used_bytes} of "
+                f"{self._memory_bytes} are free; a device never exceeds its memory limit"
             )
 
     def _zeros(self, rows: int, cols: int) -> Array:

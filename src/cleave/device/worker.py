@@ -181,7 +181,7 @@ class Worker:
                     raise ProtocolError(f"expected a probe of at most {PAYLOAD_BYTES} bytes, got {answer}")
                 self._enqueue(_URGENT, messages.Probed(down_s=link_s, payload=answer), bytes(answer))
             case messages.Idle(reason=reason):
-                self._notice(reason)
+                self._notice(f"no work for this device: {reason}")
             case messages.Bye():
                 return message
             case _:
@@ -199,7 +199,7 @@ class Worker:
                 continue
             try:
                 if active.task.room_bytes > self._offer.memory_bytes + ALLOWANCE_BYTES:
-                    raise MemoryError(f"{active.task.room_bytes} bytes to compute it are more than is offered in all")
+                    raise MemoryError(f"{active.task.room_bytes} bytes of working memory exceed this device's limit")
                 encoded, took_s = await loop.run_in_executor(thread, _run_timed, chunk, self._kernel, active.message)
             except (MemoryError, RuntimeError) as fault:  # numpy and torch, respectively, when out of memory
                 self._forget(active.message.task)

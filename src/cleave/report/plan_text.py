@@ -53,7 +53,9 @@ def _show_step(plan: StepPlan, profiles: Profiles, server: Server, gpu: CloudGpu
         )
     console.print(rows)
     roles = ", ".join(f"{role} {seconds(plan.role_s(role))}" for role in ROLES)
-    console.print(f"[bold]step {seconds(plan.step_s)}[/]: {roles}; {plan.step_s / plan.bound_s:.3f} of the lower bound")
+    console.print(
+        f"[bold]step {seconds(plan.step_s)}[/]: {roles}; {plan.step_s / plan.bound_s:.3f} times the lower bound"
+    )
     if plan.attention_s:
         console.print(f"attention products on the server: {seconds(plan.attention_s)} of it")
     else:
@@ -81,8 +83,8 @@ def _show_gemm(plan: GemmPlan, profiles: Profiles, server: Server, gpu: CloudGpu
         f" in {plan.rounds} rounds, as memory cannot hold the output at once" if plan.rounds > 1 else ""
     )
     console.print(
-        f"[bold]{seconds(plan.makespan_s)}[/] with a {plan.split} cut: {plan.ratio:.3f} of the lower bound; {parts}; "
-        f"limited by {plan.limit}"
+        f"[bold]{seconds(plan.makespan_s)}[/] with a {plan.split} cut: {plan.ratio:.3f} times the lower bound; "
+        f"{parts}; limited by {plan.limit}"
     )
     rows = table("device", "rows", "columns", "inner", "down", "up", "finish")
     tiling = plan.tiling

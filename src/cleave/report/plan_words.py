@@ -42,7 +42,7 @@ def say(line: str) -> None:
 def print_gpu(console: Console, flops: int, taken_s: float, gpu: CloudGpu, params: int | None) -> None:
     gpu_s = flops / gpu.flops_per_s
     line = (
-        f"compared with one {gpu.name}: {seconds(gpu_s)} (this fleet takes {taken_s / gpu_s:.3g} x as long), for "
+        f"compared with one {gpu.name}: {seconds(gpu_s)} (this fleet takes {taken_s / gpu_s:.3g} times as long), for "
         f"{si(flops, 'FLOP')} at {gpu.utilisation:.0%} of {si(gpu.peak_flops_per_s, 'FLOP/s')}"
     )
     if params is not None and params * _TRAINING_BYTES_PER_PARAM > _GPU_MEMORY_BYTES:
@@ -57,7 +57,7 @@ def print_gpu(console: Console, flops: int, taken_s: float, gpu: CloudGpu, param
 def table(*headings: str) -> Table:
     columns = Table(box=None, pad_edge=False, header_style="bold", padding=(0, 1, 0, 0))
     for heading in headings:
-        left = heading in {"segment", "role", "device", "limit", "cut", "way"}
+        left = heading in {"segment", "role", "device", "limit", "cut", "arrangement"}
         columns.add_column(heading, justify="left" if left else "right", no_wrap=True)
     return columns
 
@@ -75,5 +75,5 @@ def server_text(server: Server) -> str:
         f"{way} {'unlimited' if np.isinf(rate) else si(8 * rate, 'bit/s')}"
         for way, rate in (("down", server.down_bytes_per_s), ("up", server.up_bytes_per_s))
     ]
-    share = si(server.flops_per_s, "FLOP/s") if server.flops_per_s else "none"
-    return f"server: {', '.join(links)}, own compute {share}"
+    share = f"computes at {si(server.flops_per_s, 'FLOP/s')}" if server.flops_per_s else "computes nothing"
+    return f"server: {', '.join(links)}, {share}"

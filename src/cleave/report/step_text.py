@@ -33,7 +33,7 @@ def show_choice(choice: StepChoice, profiles: Profiles, server: Server, gpu: Clo
         _show_plane(console, choice.plan, profiles)
     console.print(
         f"[bold]step {seconds(choice.step_s)}[/], grain {choice.grain}: {choice.arrangement}; "
-        f"{choice.step_s / choice.bound_s:.3f} of the lower bound"
+        f"{choice.step_s / choice.bound_s:.3f} times the lower bound"
     )
     if isinstance(choice.plan, ModelPlan):
         _show_columns(console, choice.plan, profiles)
@@ -69,7 +69,7 @@ def _show_plane(console: Console, plan: ModelPlan, profiles: Profiles) -> None:
             line += f"[{colour}]{letter.upper() if turns[hits[0]] % 2 else letter}[/]"
         console.print(line, soft_wrap=True)
     legend = ", ".join(f"[{colour}]{letter}[/] {kind or 'device'}" for kind, (letter, colour) in letters.items())
-    console.print(f"tokens down, parameters across, one patch of equal letters per device: {legend}")
+    console.print(f"tokens down, parameters across, each patch of equal letters is a device: {legend}")
 
 
 def _letters(profiles: Profiles) -> dict[str, tuple[str, str]]:
@@ -102,11 +102,11 @@ def _show_columns(console: Console, plan: ModelPlan, profiles: Profiles) -> None
     else:
         console.print("every device takes part")
     worth = "; ".join(f"{kind} {seconds(saved)}" for kind, saved in worth_of_one_more(plan, profiles).items())
-    console.print(f"one more device would save about: {worth}")
+    console.print(f"adding one device would save about: {worth}")
 
 
 def _show_rivals(console: Console, choice: StepChoice) -> None:
-    rows = table("way", "step", "x")
+    rows = table("arrangement", "step", "x")
     rows.add_column("how", overflow="fold")
     for way in choice.rivals:
         rows.add_row(
@@ -117,4 +117,4 @@ def _show_rivals(console: Console, choice: StepChoice) -> None:
         )
     console.print(rows)
     if choice.arrangement != COLUMNS and choice.plan is None:
-        console.print("that arrangement is not planned unit by unit: its time is an optimistic estimate")
+        console.print("this arrangement is not planned unit by unit; its time is an optimistic estimate")

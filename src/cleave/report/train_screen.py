@@ -62,7 +62,7 @@ class TrainView:
             if self.figures.waits != waited:
                 self._waits_since = time.monotonic()
             note = self._step_line(event) if isinstance(event, events.StepDone) else describe(event)
-            if note is not None and self._console.is_terminal:
+            if note is not None and self._console.is_terminal and [note] != list(self._notes)[-1:]:
                 self._notes.append(note)
         if note is not None and not self._console.is_terminal:
             self._console.print(note, markup=False, soft_wrap=True)
@@ -72,7 +72,7 @@ class TrainView:
         with self._lock:
             self._join_command = command
         self._console.print("to lend another machine, run on it:", style="dim")
-        self._console.print(command, style="bold", markup=False, soft_wrap=True)
+        self._console.print(f"{command}\n", style="bold", markup=False, soft_wrap=True)
 
     def _step_line(self, step: events.StepDone) -> str | None:
         """A line for output that is no terminal, now and then."""
@@ -96,7 +96,8 @@ class TrainView:
     def _screen(self) -> RenderableType:
         width, height = self._console.size
         with self._lock:
-            room = height - 2 - -(-len(self._join_command) // width)  # below the join command and its heading
+            # Below the join command, its heading and a blank line; the cursor needs the last line.
+            room = height - 3 - -(-len(self._join_command) // width)
             numbers = self._numbers(width)[: max(room, 1)]
             room -= len(numbers)
             devices = self._devices()
@@ -110,9 +111,9 @@ class TrainView:
         started = figures.started
         if started is None:
             return [Text("preparing ...")]
-        lines: list[RenderableType] = [Text(f"cleave train {started.model}", style="bold")]
+        lines: list[RenderableType] = [Text(f"cleave train {started.model}", style="bold cyan")]
         if figures.waits is not None:
-            waited = seconds(time.monotonic() - self._waits_since)
+            waited = f"{time.monotonic() - self._waits_since:,.0f} s"
             lines.append(Text(f"{figures.waits} ({waited})", style="bold yellow", no_wrap=True, overflow="ellipsis"))
         if not figures.recent:
             if figures.waits is None:

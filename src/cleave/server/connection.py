@@ -90,7 +90,8 @@ class Connection:
         self._may_read.set()
         self._probed_at: float | None = None
         self._moved_bytes = channel.moved_bytes
-        self._idle_since, self._tasks_then, self._runs_then, self._was_told_idle = self._loop.time(), -1, 0, False
+        self._idle_since, self._was_told_idle = self._loop.time(), False
+        self._tasks_then, self._runs_then = member.tasks, runs_so_far()
 
     # -------------------------------------------------------------------------------------------- commands
 

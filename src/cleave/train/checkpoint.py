@@ -144,14 +144,16 @@ def restore(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.opt
     state = _read_json(path / "state.json")
     if state.get("format") != _FORMAT:
         found = state.get("format")
-        raise InputError(f"{path} has format {found}, this Cleave reads {_FORMAT}; use the Cleave that wrote it")
+        raise InputError(
+            f"{path} has format {found}, and this version of Cleave reads {_FORMAT}; use the version that wrote it"
+        )
     _fill(path / "model.safetensors", _unique_tensors(model))
     with safe_open(path / "optimizer.safetensors", framework="pt") as tensors:
         tree = _unpack(_read_json(path / "optimizer.json"), tensors.get_tensor)
     try:
         optimizer.load_state_dict(tree)
     except (ValueError, KeyError) as fault:
-        raise InputError(f"the optimizer in {path} is another one ({fault}); use the settings of that run") from None
+        raise InputError(f"the optimizer state in {path} does not match ({fault}); use that run's settings") from None
     version, numbers, gauss = state["python_random"]
     return Position(
         step=state["step"],
@@ -314,7 +316,7 @@ def _fill(file: Path, tensors: dict[str, torch.Tensor]) -> None:
         if set(saved.keys()) != tensors.keys():
             mismatched = sorted(set(saved.keys()) ^ tensors.keys())
             raise InputError(
-                f"{file} is of another model: {mismatched[0]} is only in one of the two; use that run's --model"
+                f"{file} belongs to another model: only one of the two has {mismatched[0]}; use that run's --model"
             )
         for name, tensor in tensors.items():
             values = saved.get_tensor(name)

@@ -110,7 +110,7 @@ def load_tokenizer(model_directory: Path | None) -> Tokenizer:
     if model_directory is None:
         return ByteTokenizer()
     if not model_directory.is_dir():
-        raise InputError(f"expected a model directory, but there is none at {model_directory}; correct --model")
+        raise InputError(f"there is no model directory {model_directory}; correct --model")
     if not any((model_directory / name).is_file() for name in _TOKENIZER_FILES):
         return ByteTokenizer()
     from transformers import AutoTokenizer
@@ -160,7 +160,7 @@ def read_documents(path: Path) -> Iterator[str]:
         return _non_blank(documents, f"{path} holds no text; give a directory with text, .jsonl or .parquet files")
     if not path.exists():
         if re.match(r"[a-z][a-z0-9+.-]*:/", str(path), re.IGNORECASE):
-            raise InputError(f"--data takes files of this machine, not a URL, got {path}; download it first")
+            raise InputError(f"--data takes local files, not a URL such as {path}; download it first")
         raise InputError(f"there is no file or directory {path}; correct --data")
     return _non_blank(_documents_of(path), f"{path} is empty; give a file with text")
 
@@ -256,8 +256,8 @@ def _jsonl(file: Path) -> Iterator[str]:
                     )
                 problem = "the object has neither" if isinstance(value, dict) else f"it is a {type(value).__name__}"
             raise InputError(
-                f"{file}, line {number}: expected an object with a string under 'text' or 'content', or a string, "
-                f"but {problem}; correct that line or leave it out"
+                f"{file}, line {number}: expected a string, or an object with a string under 'text' or 'content', "
+                f"but {problem}; correct or remove that line"
             )
 
 
@@ -275,7 +275,7 @@ def _parquet(file: Path) -> Iterator[str]:
             for rows in table.iter_batches(batch_size=_PARQUET_ROWS, columns=[column]):
                 yield from (text for text in rows.column(0).to_pylist() if text is not None)
         except (arrow.ArrowException, OSError, ValueError):
-            raise InputError(f"{file} is not a sound parquet file; write it again or leave it out") from None
+            raise InputError(f"{file} is not a valid parquet file; write it again or leave it out") from None
 
 
 def _text_column(schema: pyarrow.Schema, file: Path) -> str:
@@ -325,7 +325,7 @@ def open_corpus(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
                 joined += separator
             joined += tokens.astype(kind, copy=False).tobytes()
     if not joined:
-        raise InputError("expected text, but the documents have no tokens; give some with --data")
+        raise InputError("the text has no tokens; give another --data")
     return Corpus(tokens=np.frombuffer(joined, dtype=kind))
 
 
@@ -403,5 +403,6 @@ def _check_sequence(corpus: Corpus, sequence: int) -> None:
         raise InputError(f"a sequence needs at least 1 token, but has {sequence}; raise --sequence")
     if len(corpus) < sequence + 1:
         raise InputError(
-            f"text has {len(corpus)} tokens, one sequence needs {sequence + 1}; give more text or a smaller --sequence"
+            f"the text has {len(corpus)} tokens, but one sequence needs {sequence + 1}; give more text or a smaller "
+            "--sequence"
         )

@@ -189,10 +189,10 @@ class _Trainer:
         )
         if found is not None:
             for path in found.damaged:
-                self._observe(Note(text=f"{path} is damaged: skipped"))
+                self._observe(Note(text=f"{path} is damaged and was skipped"))
             self._observe(Resumed(step=found.step, path=str(found.path)))
         elif resume:
-            self._observe(Note(text="there is no checkpoint yet: the run starts over from its first step"))
+            self._observe(Note(text="there is no checkpoint yet, so the run starts from its first step"))
 
     def train(self, forward: torch.nn.Module, interrupts: Interrupts) -> str:
         """Train to the last step; return `done`, or `interrupted` with a checkpoint of the last finished step."""
@@ -236,7 +236,7 @@ class _Trainer:
         else:
             reason = decoder.overlap(forward, self._optimizer)
         if reason is not None:
-            self._observe(Note(text=f"weights are updated all at once at the end of a step: {reason}"))
+            self._observe(Note(text=f"--overlap is off, and weights are updated at the end of each step: {reason}"))
         return reason is None
 
     def _last_finished(self) -> Position | None:
@@ -338,7 +338,9 @@ class _Trainer:
         if (saved := self._saver.saved) is not None:
             again = f"cleave train --resume --out {self._directory} {lower}"
             advice = f"step {saved.step} is saved in {saved.path}; go on with: {again}"
-        return CleaveError(f"{problem}, not a finite number, so training stopped before it spoiled the model; {advice}")
+        return CleaveError(
+            f"{problem}, not a finite number, so training stopped before the model was damaged; {advice}"
+        )
 
     def drop_optimizer(self) -> None:
         """Free optimizer state and gradients, three times the size of the model."""
@@ -363,11 +365,13 @@ class _Trainer:
 
 def _check_fit(config: TrainConfig, model: PreTrainedModel, corpus: Corpus) -> None:
     if config.sequence > positions(model):
-        raise InputError(f"{config.model} has {positions(model)} positions, got {config.sequence}; lower --sequence")
+        raise InputError(
+            f"{config.model} has {positions(model)} positions, but --sequence is {config.sequence}; lower it"
+        )
     tokens, rows = int(corpus.tokens.max()) + 1, model.get_input_embeddings().num_embeddings
     if not isinstance(rows, int) or tokens > rows:
-        problem = f"the text has token numbers up to {tokens - 1}"
-        raise InputError(f"{problem}, {config.model} knows {rows}; give the tokenizer that belongs to it")
+        problem = f"the text has token ids up to {tokens - 1}"
+        raise InputError(f"{problem}, but {config.model} has {rows}; use the tokenizer that belongs to it")
 
 
 def _export(model: PreTrainedModel, tokenizer: Tokenizer, run_directory: Path) -> Path:

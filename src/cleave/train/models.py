@@ -196,9 +196,7 @@ def _load(name: str, dtype: Dtype, dropout: float | None) -> tuple[PreTrainedMod
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ModelError(
-                f"expected a model in {path}, but it has no config.json; give a Hugging Face model directory"
-            )
+            raise ModelError(f"{path} has no config.json, so it is not a Hugging Face model directory; correct --model")
         return _from_pretrained(str(path), TORCH_DTYPES[dtype], dropout=dropout, local_files_only=True), path
     try:
         files = Path(snapshot_download(name, allow_patterns=["config.json", *_TOKENIZER_FILES]))

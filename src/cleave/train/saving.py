@@ -24,13 +24,13 @@ def find(run_directory: Path, *, resume: bool) -> Checkpoint | None:
     """Find the checkpoint to resume from; None starts at the first step. Never overwrites or restarts a run unasked."""
     found = checkpoint.latest(run_directory)
     if found is not None and not resume:
-        raise InputError(f"{run_directory} holds a run already; add --resume to go on with it, or give another --out")
+        raise InputError(f"{run_directory} already holds a run; add --resume to continue it, or give another --out")
     if found is None and (damaged := checkpoint.damaged(run_directory)):
-        problem = f"none of the {len(damaged)} there is: {', '.join(path.name for path in damaged)}"
-        advice = "bring one back from a copy, or move them away to start again from the first step"
-        raise InputError(f"expected a whole checkpoint in {run_directory}, but {problem}; {advice}")
+        problem = f"all {len(damaged)} are damaged: {', '.join(path.name for path in damaged)}"
+        advice = "restore one from a backup, or move them away to start again from the first step"
+        raise InputError(f"there is no intact checkpoint in {run_directory}: {problem}; {advice}")
     if found is None and resume and not (run_directory / "config.toml").is_file():
-        raise InputError(f"expected a run to resume in {run_directory}, but there is none; correct --out")
+        raise InputError(f"there is no run to resume in {run_directory}; correct --out")
     return found
 
 

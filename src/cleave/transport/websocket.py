@@ -102,7 +102,7 @@ async def dial(url: str) -> WebSocketChannel:
         secure = re.sub("^ws:", "wss:", address)
         raise InputError(f"{address} speaks TLS only; use {secure}, with what the server prints after #") from None
     except InvalidHandshake as fault:
-        raise ConnectionLost(f"{address} answers, but not as a Cleave server: {fault}") from None
+        raise ConnectionLost(f"{address} answers, but is not a Cleave server: {fault}") from None
     except TimeoutError:
         raise ConnectionLost(f"no answer from {address} within {_OPEN_S:.0f} s") from None
     except ssl.SSLError as fault:
@@ -141,15 +141,13 @@ def _client_context(*, pinned: bool) -> ssl.SSLContext:
 def _tls_fault(address: str, fault: ssl.SSLError) -> InputError | ConnectionLost:
     if isinstance(fault, ssl.SSLCertVerificationError):
         return InputError(
-            f"expected a certificate that a known authority signed for {address}, got one with a fault: "
-            f"{fault.verify_message}; if the server made its own, use the address it prints, with what follows #"
+            f"the certificate of {address} is not signed by a known authority ({fault.verify_message}); "
+            "if the server made its own, copy the whole address it prints, with what follows #"
         )
     if fault.reason in _NOT_TLS:
         plain = re.sub("^wss:", "ws:", address)
-        return InputError(
-            f"expected TLS at {address}, got an answer without; use {plain}, or start the server with --tls"
-        )
-    return ConnectionLost(f"cannot agree on TLS with {address}: {fault.reason or fault}")
+        return InputError(f"{address} does not use TLS; use {plain}, or start the server with --tls")
+    return ConnectionLost(f"TLS with {address} failed: {fault.reason or fault}")
 
 
 class _SpeaksTls(InvalidHandshake):

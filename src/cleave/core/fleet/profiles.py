@@ -200,10 +200,12 @@ def read_csv(text: str, source: str) -> Profiles:
     """
     lines, rows = _split(text, source)
     if not rows:
-        raise FleetError(f"{source} is empty; a fleet file needs the header {','.join(_HEADER)} and one device a line")
+        raise FleetError(
+            f"{source} is empty; a fleet file needs the header {','.join(_HEADER)} and one device per line"
+        )
     header = _parse_header(rows.pop(0), source)
     if not rows:
-        raise FleetError(f"{source} has a header but no device; add one device a line")
+        raise FleetError(f"{source} has a header but no device; add one device per line")
     del lines[0]
     _trim_rows(rows, len(header), lines, source)
     columns = dict(zip(header, zip(*rows, strict=True), strict=True))
@@ -320,7 +322,7 @@ def _split(text: str, source: str) -> tuple[list[int], list[list[str]]]:
     try:
         for line, row in enumerate(reader, start=1):
             if reader.line_num > line:
-                raise FleetError(f"{source}, line {line}: a quote opens and does not close on that line; close it")
+                raise FleetError(f"{source}, line {line}: unclosed quote; close it on the same line")
             if any(map(str.strip, row)):
                 lines.append(line)
                 rows.append(row)
@@ -357,7 +359,7 @@ def _trim_rows(rows: list[list[str]], width: int, lines: Sequence[int], source: 
             continue
         if len(row) < width or any(map(str.strip, row[width:])):
             raise FleetError(
-                f"{source}, line {line}: expected {width} cells as in the header, but came {len(row)}; "
+                f"{source}, line {line}: expected {width} cells as in the header, but found {len(row)}; "
                 "give every device all columns, with a decimal point and no thousands separator"
             )
         del row[width:]

@@ -45,9 +45,11 @@ def parse_mix(text: str) -> dict[str, int]:
     for part in text.split(","):
         name, equals, digits = (piece.strip() for piece in part.partition("="))
         if not equals:
-            raise FleetError(f"a mix is written class=count,class=count, but has {part!r}; try phone=600,laptop=300")
+            raise FleetError(
+                f"expected a mix such as phone=600,laptop=300, got {part!r}; write class=count for each class"
+            )
         if name in mix:
-            raise FleetError(f"a mix names each class once, but has {name!r} twice; add the counts up")
+            raise FleetError(f"{name!r} appears twice in the mix; add its counts up")
         count = digits.removeprefix("-")
         if not (count.isascii() and count.isdecimal() and len(count) <= 9):
             raise FleetError(
@@ -142,7 +144,7 @@ def countries(access: Sequence[Row]) -> tuple[str, ...]:
 def _check_mix(mix: Mapping[str, int]) -> None:
     for name, count in mix.items():
         if name not in CLASSES:
-            raise FleetError(f"a mix is made of {', '.join(CLASSES)}, but names {name!r}; use one of those")
+            raise FleetError(f"unknown device class {name!r} in the mix; use {', '.join(CLASSES)}")
         if count < 0:
             raise FleetError(f"the count of {name} must be at least 0, but is {count}; try {name}=100")
     total = sum(mix.values())

@@ -157,7 +157,7 @@ def layer_groups(case: Case) -> Rival:
         step_s=best_s,
         arrangement="fewer devices than groups of layers"
         if best_s == inf
-        else f"{best_groups} groups of devices with {ceil(case.shape.layers / best_groups)} layers each, "
+        else f"{best_groups} groups of devices with {_plural(ceil(case.shape.layers / best_groups), 'layer')} each, "
         "3D gemms inside (fluid estimate)",
     )
 
@@ -247,7 +247,9 @@ def gpipe(case: Case) -> Rival:
         pick = int(total_s.argmin())
         if total_s[pick] < best_s:
             best_s = float(total_s[pick])
-            arrangement = f"{pick + 1} pipelines of {stages} stages of {layers} layers and one for the head"
+            arrangement = (
+                f"{_plural(pick + 1, 'pipeline')} of {stages} stages of {_plural(layers, 'layer')} and one for the head"
+            )
     return Rival(
         name="GPipe x data parallel",
         step_s=best_s,
@@ -272,7 +274,9 @@ def data_parallel(case: Case) -> Rival:
     total_s = renewing_s[order] + computing_s
     total_s = np.maximum(total_s, _server_s(case.server, used * case.params * case.terms.weight_bytes))
     pick = int(total_s.argmin())
-    return Rival(name=name, step_s=float(total_s[pick]), arrangement=f"{pick + 1} devices with the whole model")
+    return Rival(
+        name=name, step_s=float(total_s[pick]), arrangement=f"{_plural(pick + 1, 'device')} with the whole model"
+    )
 
 
 def fsdp(case: Case) -> Rival:
@@ -300,9 +304,17 @@ def fsdp(case: Case) -> Rival:
     total_s = np.maximum(np.maximum(passes * streaming_s[order], case.flops / speed), served_s)
     pick = int(total_s.argmin())
     often = "twice" if passes[pick] == 1 else f"twice in each of {passes[pick]:.0f} passes"
-    return Rival(name=name, step_s=float(total_s[pick]), arrangement=f"{pick + 1} devices stream all weights {often}")
+    return Rival(
+        name=name,
+        step_s=float(total_s[pick]),
+        arrangement=f"{_plural(pick + 1, 'device')} streaming all weights {often}",
+    )
 
 
 def _server_s(server: Server, moved: NDArray[np.floating[Any]] | float, *, twice_down: bool = False) -> Floats:
     down = 2.0 if twice_down else 1.0
     return np.maximum(down * np.asarray(moved) / server.down_bytes_per_s, moved / server.up_bytes_per_s)
+
+
+def _plural(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

@@ -52,7 +52,7 @@ def given(certificate: Path, key: Path | None) -> Certificate:
         why = getattr(fault, "reason", None) or "no certificate with a matching key was found"
         raise InputError(
             f"expected a certificate in PEM in {certificate}, its key without a password in {key or 'the same file'}, "
-            f"got something else ({why}); correct --tls-certificate and --tls-key"
+            f"but that cannot be read ({why}); correct --tls-certificate and --tls-key"
         ) from None
     except OSError as fault:
         raise InputError(f"cannot read {certificate} or {key}: {fault.strerror}; make them readable") from None

@@ -115,7 +115,7 @@ class Keys:
         salt = next((key.salt for key in self._kept.values()), secrets.token_hex(16))
         key = Key(id=self._new_id(), role=role, salt=salt, hash=_hash(token, salt), created_s=time.time())
         if any(other.hash == key.hash for other in self._kept.values()):
-            raise InputError("expected a token not used in this run before, got one of an existing key; choose another")
+            raise InputError("this run already has that token, maybe revoked; choose another")
         self._write({**self._kept, key.id: key})
         return key, token
 

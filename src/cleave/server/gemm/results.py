@@ -121,7 +121,7 @@ class GemmResults:
             )
             if len(wrong):
                 raise WrongResult(
-                    f"row {int(wrong[0])} of a rectangle of {part.rows} x {part.cols} is not what its operands give"
+                    f"row {int(wrong[0])} of a rectangle of {part.rows} x {part.cols} does not match its operands"
                 )
             return values
         finally:

@@ -143,7 +143,7 @@ class GemmRun:
         self._wrong.add(device)
         if len(self._wrong) >= _MOST_WRONG and self._fleet.is_only(self._wrong):
             error = CleaveError(
-                f"results of one {self._product.role} product were wrong from all {len(self._wrong)} devices, "
+                f"a {self._product.role} product came back wrong from all {len(self._wrong)} devices, "
                 f"the last: {reason}; check the server's own memory, and which devices join this run"
             )
             yield from self.fail(error)

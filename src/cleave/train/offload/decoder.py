@@ -242,7 +242,7 @@ class _Runner:
         is_training = call.base.training and torch.is_grad_enabled()
         if given.get("use_cache") or given.get("past_key_values") is not None:
             if is_training:
-                raise UnfitError("a cache of keys and values is asked for; train with use_cache=False")
+                raise UnfitError("a KV cache was requested; train with use_cache=False")
             return None  # as in `generate`: not worth a message
         _check_call(x, given)
         request = call.request
@@ -250,7 +250,7 @@ class _Runner:
         if description.stack.head is None:
             request = None
         if request is not None and len(request.targets.words) != x.shape[0] * x.shape[1]:
-            raise UnfitError("there are more labels than tokens, or fewer")
+            raise UnfitError("the number of labels differs from the number of tokens")
         is_trained = torch.is_grad_enabled() and (
             x.requires_grad or any(one.is_trained for one in description.stack.parameters)
         )
@@ -338,14 +338,14 @@ def _check_call(x: torch.Tensor, given: dict[str, Any]) -> None:
     if x.dim() != 3 or x.numel() == 0 or x.dtype not in SENT or x.device.type == "meta":
         raise UnfitError(f"its input is {tuple(x.shape)} in {x.dtype} on {x.device.type}, expected sequences of floats")
     if torch.compiler.is_compiling():
-        raise UnfitError("it is being compiled")
+        raise UnfitError("torch.compile is active")
     if _active_collector is not None and _active_collector.get():
-        raise UnfitError("hidden states or attentions of layers are asked for")
+        raise UnfitError("hidden states or attentions of layers were requested")
     for name, value in given.items():
         if name not in _NEUTRAL_ARGUMENTS and name != "self" and value is not None and value is not False:
             if name == "is_causal" and value is True:
                 continue
-            raise UnfitError(f"layers are given {name}, which devices do not know")
+            raise UnfitError(f"layers get the argument {name}, which devices do not support")
 
 
 def _request(model: Any, given: dict[str, Any]) -> _Request | None:

@@ -80,7 +80,7 @@ def distribute(
         reason = stack.install(model, fleet, offloading.weights, tell, must=grain == "resident", local=offloading.local)
         if reason is not None and grain == "resident":
             undistribute(model)
-            raise ModelError(f"{type(model).__name__} cannot stay on devices: {reason}; or use the grain auto or gemm")
+            raise ModelError(f"{type(model).__name__} cannot stay on devices: {reason}; use grain auto or gemm")
     return model
 
 

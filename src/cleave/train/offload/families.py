@@ -103,11 +103,13 @@ def _describe(family: _Family, place: StackLocation, with_head: bool) -> Descrip
     base: Any = place.base
     blocks: nn.ModuleList = getattr(base, family.layers)
     if not len(blocks) or len(set(blocks)) != base.config.num_hidden_layers:
-        raise UnknownError(f"it has {len(blocks)} layers, its config says {base.config.num_hidden_layers}")
+        raise UnknownError(f"it has {len(blocks)} layers, but its config says {base.config.num_hidden_layers}")
     if base.config._attn_implementation not in ("sdpa", "eager"):
-        raise UnknownError(f"attention is {base.config._attn_implementation}; load the model with sdpa or eager")
+        raise UnknownError(
+            f"its attention implementation is {base.config._attn_implementation}; load the model with sdpa or eager"
+        )
     if base.training and getattr(base, "layerdrop", 0.0) > 0.0:
-        raise UnknownError(f"layers are dropped with probability {base.layerdrop}; set layerdrop to 0")
+        raise UnknownError(f"layers are skipped at random with probability {base.layerdrop}; set layerdrop to 0")
     table = ViewTable()
     parts: list[Part] = []
     for block in blocks:
@@ -131,7 +133,7 @@ def _head(table: ViewTable, family: _Family, place: StackLocation) -> Head:
     model: Any = place.language_model
     last = getattr(base, family.norm)
     if getattr(base, "project_out", None) is not None:
-        raise UnknownError("there is a projection between its last norm and the vocabulary")
+        raise UnknownError("it has a projection between its last norm and its head")
     check_hooks(base, deep=False)
     for module in (last, model.lm_head):
         if module is not None:
@@ -139,7 +141,7 @@ def _head(table: ViewTable, family: _Family, place: StackLocation) -> Head:
     norm = None if last is None else describe_norm(table, last)
     head = Head(norm=norm, weight=describe_weight(table, model.lm_head))
     if table.views[head.weight.weight].rows != (0, base.config.vocab_size):
-        raise UnknownError("its head has another vocabulary than its config says")
+        raise UnknownError("the vocabulary of its head differs from its config")
     return head
 
 
@@ -187,7 +189,7 @@ def _opt(table: ViewTable, layer: Any, config: Any) -> tuple[Attention, Mlp]:
     attention = layer.self_attn
     check_kinds(layer, self_attn="Attention")
     if not layer.do_layer_norm_before:
-        raise UnknownError("its norms come after the layers (OPT-350m), which devices do not know")
+        raise UnknownError("its norms come after the layers, as in OPT-350m, which devices do not support")
     check_dropout(layer, layer.dropout, "dropout")
     check_dropout(attention, attention.dropout, "attention_dropout")
     return (

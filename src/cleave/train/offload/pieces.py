@@ -50,7 +50,9 @@ class ViewTable:
 
     def view(self, parameter: Any, rows: Range | None = None, cols: Range | None = None) -> int:
         if not isinstance(parameter, nn.Parameter) or parameter.dtype not in SENT or parameter.device.type == "meta":
-            raise UnknownError("a weight is no plain parameter of 16 or 32 bits (quantised, or computed from others)")
+            raise UnknownError(
+                "a weight is not a plain 16- or 32-bit parameter (it may be quantized, or computed from others)"
+            )
         number = self._numbers.setdefault(id(parameter), len(self.parameters))
         if number == len(self.parameters):
             self.parameters.append(parameter)
@@ -76,7 +78,7 @@ def check_hooks(module: nn.Module, *, deep: bool = True) -> None:
         # transformers installs this one on every layer; it does nothing unless hidden states are requested
         hooks = [hook for hook in hooks if getattr(hook, "__name__", "") != "output_capturing_hook"]
         if hooks or "forward" in inner.__dict__:
-            raise UnknownError(f"{name or type(module).__name__} has hooks, which would see nothing; remove them")
+            raise UnknownError(f"{name or type(module).__name__} has hooks, which would never be called; remove them")
 
 
 def check_kinds(layer: nn.Module, **kinds: str) -> None:
@@ -97,7 +99,9 @@ def check_dropout(module: nn.Module, probability: float, name: str) -> None:
 def describe_activation(module: nn.Module) -> Activation:
     name = original(module).__name__
     if name not in _ACTIVATIONS:
-        raise UnknownError(f"its activation {name} is none that devices know ({', '.join(sorted(_ACTIVATIONS))})")
+        raise UnknownError(
+            f"its activation {name} is not supported on devices (supported: {', '.join(sorted(_ACTIVATIONS))})"
+        )
     return _ACTIVATIONS[name]
 
 
@@ -108,7 +112,7 @@ def describe_norm(table: ViewTable, module: Any) -> Norm:
         bias = None if module.bias is None else table.view(module.bias)
         return Norm(kind="layer", eps=module.eps, weight=table.view(module.weight), bias=bias)
     if not original(module).__name__.endswith("RMSNorm") or not hasattr(module, "variance_epsilon"):
-        raise UnknownError(f"its norm {type(module).__name__} is none that devices know")
+        raise UnknownError(f"its norm {type(module).__name__} is not supported on devices")
     return Norm(kind="rms", eps=module.variance_epsilon, weight=table.view(module.weight))
 
 
@@ -117,7 +121,7 @@ def describe_weight(table: ViewTable, module: Any, part: int = 0, of: int = 1) -
     lora = module if _is_lora(module) else None
     module = module if lora is None else lora.base_layer
     if not is_linear(module):
-        raise UnknownError(f"{type(module).__name__} is no plain linear layer")
+        raise UnknownError(f"{type(module).__name__} is not a plain linear layer")
     is_transposed = Conv1D is not None and isinstance(module, Conv1D)
     outputs = module.weight.shape[1 if is_transposed else 0]
     share = (part * outputs // of, (part + 1) * outputs // of)
@@ -157,5 +161,5 @@ def _adapter(lora: Any) -> str | None:
         check_dropout(dropout, getattr(dropout, "p", 1.0), "lora_dropout")
     for inner in (lora.lora_A[name], lora.lora_B[name]):
         if not is_linear(inner) or inner.bias is not None:
-            raise UnknownError("its adapters have biases, or are no plain linear layers")
+            raise UnknownError("its adapters have biases, or are not plain linear layers")
     return name

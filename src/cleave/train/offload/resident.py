@@ -189,10 +189,10 @@ def padding(mask: torch.Tensor | None, x: torch.Tensor, window: int | None, atte
             raise UnfitError("there is no mask at all, so attention is not causal")
         return None
     if mask.dim() != 4 or mask.shape[-2:] != (sequence, sequence) or mask.shape[1] != 1:
-        raise UnfitError(f"its mask is {tuple(mask.shape)}, which is more than causal and padding")
+        raise UnfitError(f"its mask is {tuple(mask.shape)}, but devices support only causal masks with padding")
     is_additive = mask.dtype != torch.bool
     if is_additive and not ((mask == 0) | (mask <= torch.finfo(mask.dtype).min / 2)).all():
-        raise UnfitError("its mask adds to scores, which is more than causal and padding")
+        raise UnfitError("its mask adds to scores, but devices support only causal masks with padding")
     visible = (mask == 0 if is_additive else mask)[:, 0].cpu().numpy()  # numpy compares far faster than torch
     is_real = visible.diagonal(axis1=1, axis2=2).copy()
     position = np.arange(sequence)
@@ -200,11 +200,11 @@ def padding(mask: torch.Tensor | None, x: torch.Tensor, window: int | None, atte
     if window is not None:
         causal &= position > position[:, None] - window
     if not all(np.array_equal(seen, causal & real) for seen, real in zip(visible, is_real, strict=True)):
-        raise UnfitError("its mask is more than causal and padding (packed sequences, prefixes, or your own)")
+        raise UnfitError("its mask is neither causal nor padding (packed sequences, a prefix, or a custom mask)")
     if is_real.all():
         return None
     if is_additive and not visible.any(-1).all():
-        raise UnfitError("eager attention lets rows that see no key see all; use sdpa")
+        raise UnfitError("eager attention lets fully masked rows attend to everything; use sdpa")
     return np.broadcast_to(is_real, (sequences, sequence)).astype(np.float32)
 
 
