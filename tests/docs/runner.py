@@ -1,7 +1,7 @@
 """Run the blocks of a page as a reader would, in a copy of the clone.
 
 All blocks of a page share a directory and the environment of one shell: `cd` and `export` last. The directory is a copy
-of the clone's tracked files, whose `.venv` is the one that runs the tests, with `my-texts/` (text, JSONL and parquet)
+of the clone, whose `.venv` is the one that runs the tests, with `my-texts/` (text, JSONL and parquet)
 and, if a block mentions it, `my-model/` (a small Llama with a tokenizer, as `save_pretrained` writes them). HOME is
 empty, so runs are in `~/.cleave` as the pages say. Hugging Face is offline.
 
@@ -37,6 +37,7 @@ PATIENCE_S = 300.0
 """Deadline of every wait, far longer than a busy machine needs: only a failure waits this long."""
 _POLL_S = 0.05
 _THE_END = "its end"
+_BUILT = (".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
 _PORT = "7077"
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]|\r")
 _JOIN_COMMAND = re.compile(r"cleave join (\S*:\d+\S*(?: --token[ =]\S+)?)")
@@ -307,23 +308,11 @@ def _write_texts(directory: Path) -> None:
 
 
 def _copy_clone(target: Path) -> None:
-    """Copy what git tracks or would track, and make a `.venv` of the environment that runs the tests.
+    """Copy the clone without what was built in it, and make a `.venv` of the environment that runs the tests.
 
     make finds that environment up to date, as the copy's requirements are older.
     """
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        source, copy = ROOT / name, target / name
-        if source.is_file():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(source, copy)
-            shutil.copymode(source, copy)
+    shutil.copytree(ROOT, target, ignore=shutil.ignore_patterns(*_BUILT))
     for name in ("pyproject.toml", "constraints.txt"):
         os.utime(target / name, (0, 0))
     environment = target / ".venv"
