@@ -110,7 +110,7 @@ def test_the_live_part_never_pushes_the_join_command_off_the_screen(width: int, 
     for number in range(1, 9):
         view(step(number))
     lines = console.render_lines(view._screen(), pad=False)  # pyright: ignore[reportPrivateUsage]
-    rows_above = 1 + -(-len(COMMAND) // width)
+    rows_above = 2 + -(-len(COMMAND) // width)
     assert len(lines) + rows_above <= height
     text = "\n".join("".join(segment.text for segment in line) for line in lines)
     assert "8 of 10" in text
