@@ -13,7 +13,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from cleave.report.device_table import DeviceRow, device_table
-from cleave.report.quantities import seconds
+from cleave.report.quantities import plural, seconds
 from cleave.report.run_figures import RunFigures
 from cleave.report.train_screen import bar, curve, fact_table
 
@@ -62,8 +62,8 @@ def show(
     if losses:
         evaluated = "" if summary.evaluation_loss is None else f", evaluation loss {summary.evaluation_loss:.4f}"
         console.print(
-            f"loss {losses[0]:.3f} -> {losses[-1]:.3f}{evaluated} after {summary.step} steps, {summary.tokens:,} "
-            f"tokens, {seconds(summary.seconds)}",
+            f"loss {losses[0]:.3f} -> {losses[-1]:.3f}{evaluated} after {plural(summary.step, 'step')}, "
+            f"{summary.tokens:,} tokens, {seconds(summary.seconds)}",
             soft_wrap=True,
         )
         console.print(curve(losses, min(60, console.width)))
