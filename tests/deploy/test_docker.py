@@ -21,7 +21,7 @@ from tests.deploy.conftest import DEPLOY, Start
 from tests.docs.pages import ROOT
 from tests.support.commands import PATIENCE_S, free_port, joined, last_step, wait_until
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
 Instruction = tuple[str, str]
 
 
@@ -64,7 +64,7 @@ def built(dockerfile: Path, directory: Path, *, shared: bool) -> Path:
         line = re.sub(r"\$\{?PIP_OPTIONS\}?", "", install).replace("/src", str(directory / "src"))
         options = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         words = [str(programs / "python"), "-m", *shlex.split(line)]
-        done = subprocess.run(words, env=options, capture_output=True, text=True, timeout=PATIENCE_S * 2, check=False)
+        done = subprocess.run(words, env=options, capture_output=True, text=True, timeout=PATIENCE_S * 4, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
     return programs
 

@@ -33,7 +33,7 @@ from pathlib import Path
 
 from tests.docs.pages import ROOT, Block, Page
 
-PATIENCE_S = 300.0
+PATIENCE_S = 900.0
 """Deadline of every wait, far longer than a busy machine needs: only a failure waits this long."""
 _POLL_S = 0.05
 _THE_END = "its end"

@@ -27,7 +27,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[], Path]:
     return make
 
 
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     "page",
     [
