@@ -35,8 +35,8 @@ class RunStarted(Event, frozen=True, kw_only=True):
     tokens_per_step: int
     wire: str
     seed: int
-    weights: Literal["fresh", "pretrained", ""] = ""
-    """Whether the initial weights were drawn at random or loaded; empty in logs of older runs."""
+    weights: Literal["fresh", "pretrained", "checkpoint", ""] = ""
+    """Whether the weights were drawn at random, loaded, or those of a resumed run; empty in logs of older runs."""
     tokenizer: Literal["bytes", "model", ""] = ""
     """Whether a token is a byte of text, or comes from the model's own tokenizer."""
     passes_per_step: int = 1

@@ -50,6 +50,7 @@ def describe(event: events.AnyEvent) -> str | None:
 _WEIGHTS = {
     "fresh": "fresh weights (random, nothing pretrained)",
     "pretrained": "pretrained weights",
+    "checkpoint": "weights of the last checkpoint",
 }
 _TOKENIZERS = {
     "bytes": "a token is one byte of text (this model has no tokenizer)",

@@ -182,7 +182,7 @@ class _Trainer:
                 tokens_per_step=self._config.tokens_per_step,
                 wire=self._config.wire,
                 seed=self._config.seed,
-                weights=weights,
+                weights="checkpoint" if found is not None else weights,
                 tokenizer=tokenizer,
                 passes_per_step=self._config.accumulate,
             )

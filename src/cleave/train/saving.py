@@ -26,9 +26,9 @@ def find(run_directory: Path, *, resume: bool) -> Checkpoint | None:
     if found is not None and not resume:
         raise InputError(f"{run_directory} already holds a run; add --resume to continue it, or give another --out")
     if found is None and (damaged := checkpoint.damaged(run_directory)):
-        problem = f"all {len(damaged)} are damaged: {', '.join(path.name for path in damaged)}"
-        advice = "restore one from a backup, or move them away to start again from the first step"
-        raise InputError(f"there is no intact checkpoint in {run_directory}: {problem}; {advice}")
+        names = ", ".join(path.name for path in damaged)
+        advice = "restore one from a backup, or move these away to start again from the first step"
+        raise InputError(f"there is no intact checkpoint in {run_directory} (damaged: {names}); {advice}")
     if found is None and resume and not (run_directory / "config.toml").is_file():
         raise InputError(f"there is no run to resume in {run_directory}; correct --out")
     return found

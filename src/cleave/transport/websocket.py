@@ -141,7 +141,7 @@ def _client_context(*, pinned: bool) -> ssl.SSLContext:
 def _tls_fault(address: str, fault: ssl.SSLError) -> InputError | ConnectionLost:
     if isinstance(fault, ssl.SSLCertVerificationError):
         return InputError(
-            f"the certificate of {address} is not signed by a known authority ({fault.verify_message}); "
+            f"the certificate of {address} cannot be trusted ({fault.verify_message.rstrip('.')}); "
             "if the server made its own, copy the whole address it prints, with what follows #"
         )
     if fault.reason in _NOT_TLS:

@@ -200,7 +200,7 @@ def padding(mask: torch.Tensor | None, x: torch.Tensor, window: int | None, atte
     if window is not None:
         causal &= position > position[:, None] - window
     if not all(np.array_equal(seen, causal & real) for seen, real in zip(visible, is_real, strict=True)):
-        raise UnfitError("its mask is neither causal nor padding (packed sequences, a prefix, or a custom mask)")
+        raise UnfitError("its mask is not just causal with padding (packed sequences, a prefix, or a custom mask)")
     if is_real.all():
         return None
     if is_additive and not visible.any(-1).all():
