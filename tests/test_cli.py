@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -135,8 +136,9 @@ def test_a_plan_by_columns_is_drawn_and_compared_with_every_rival(
     assert len(plane) == 16
     assert len({len(line) for line in plane}) == 1, "no gaps"
     text = " ".join(" ".join(lines).split())
-    for words in ("tokens down, parameters across", "limited by", "one more device", "phone", "A100"):
+    for words in ("tokens down, parameters across", "limited by", "A100"):
         assert words in text
+    assert re.search(r"one device [^:]*save[^:]*: (\w+ [\d.]+ \w+; )*phone [\d.]+ \w*s\b", text)
     for way in ("columns", "GPipe x data parallel", "layer groups", "grouped gemms", "one by one", "FSDP-like"):
         assert way in text
 
@@ -223,25 +225,25 @@ def test_a_bad_fleet_gives_one_sentence_and_exit_code_2(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "facts"),
     [
-        (["--model", "llama-2-7c", "--tokens", "64"], "did you mean llama-2-7b"),
-        (["--model", "opt-125m"], "add --tokens"),
-        (["--model", "opt-125m", "--tokens", "100", "--sequence", "7"], "whole number of sequences"),
-        (["--model", "opt-125m", "--tokens", "4096", "--sequence", "4096"], "2048 positions"),
-        (["--model", "no/such/config.json", "--tokens", "64"], "cannot read"),
-        (["--gemm", "5,5,5", "--tokens", "64"], "--tokens goes with --model"),
-        (["--gemm", "5,5,5", "--grain", "resident"], "no resident weights"),
-        (["--gemm", "5,5,5", "--plot", "plan.gif"], "end in .png"),
-        (["--gemm", "5,5,5", "--plot", "no/such/plan.png"], "no folder"),
+        (["--model", "llama-2-7c", "--tokens", "64"], ["llama-2-7c", "llama-2-7b"]),
+        (["--model", "opt-125m"], ["--tokens"]),
+        (["--model", "opt-125m", "--tokens", "100", "--sequence", "7"], ["100", "7", "whole number of sequences"]),
+        (["--model", "opt-125m", "--tokens", "4096", "--sequence", "4096"], ["opt-125m", "2048", "--sequence", "4096"]),
+        (["--model", "no/such/config.json", "--tokens", "64"], ["no/such/config.json"]),
+        (["--gemm", "5,5,5", "--tokens", "64"], ["--tokens", "--model", "gemm"]),
+        (["--gemm", "5,5,5", "--grain", "resident"], ["resident", "--grain gemm", "--model"]),
+        (["--gemm", "5,5,5", "--plot", "plan.gif"], ["plan.gif", ".png"]),
+        (["--gemm", "5,5,5", "--plot", "no/such/plan.png"], ["--plot no/such/plan.png", " no/such;"]),
     ],
 )
 def test_a_bad_request_gives_one_sentence_and_exit_code_2(
-    arguments: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], facts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", *arguments, "--fleet", write(tmp_path, GOOD)]) == 2
     told = capsys.readouterr().err
-    assert says in told
+    assert [fact for fact in facts if fact not in told] == []
     assert told.count("\n") == 1
 
 
@@ -287,9 +289,9 @@ def test_a_bad_mix_gives_one_sentence_and_exit_code_2(mix: str, capsys: pytest.C
 @pytest.mark.parametrize(
     ("arguments", "facts"),
     [
-        (["train", "--devices", "-1"], ["--devices", "from 0 up", "-1"]),
-        (["train", "--dropout", "1"], ["--dropout", "below 1"]),
-        (["train", "--save-minutes", "-2"], ["--save-minutes", "from 0 up"]),
+        (["train", "--devices", "-1"], ["--devices", "whole number", " 0,", "-1"]),
+        (["train", "--dropout", "1"], ["--dropout", " 0 ", "below 1", "'1'"]),
+        (["train", "--save-minutes", "-2"], ["--save-minutes", " 0,", "-2"]),
     ],
 )
 def test_a_flag_out_of_range_names_the_range(
@@ -299,7 +301,7 @@ def test_a_flag_out_of_range_names_the_range(
         main(arguments)
     assert stopped.value.code == 2
     told = capsys.readouterr().err
-    assert all(fact in told for fact in facts)
+    assert [fact for fact in facts if fact not in told] == []
 
 
 def test_a_country_without_link_data_is_answered_with_those_that_have_some(capsys: pytest.CaptureFixture[str]) -> None:

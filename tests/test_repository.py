@@ -18,7 +18,9 @@ from cleave.cli.main import main
 ROOT = Path(__file__).parents[1]
 FORMS = [ROOT / ".github" / "ISSUE_TEMPLATE" / name for name in ("bug.yml", "idea.yml")]
 PAGES = ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md"]
-LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
+BADGE = re.compile(r"\.\./\.\./actions/workflows/([\w-]+\.yml)/badge\.svg")
+"""GitHub shows README.md under /OWNER/NAME/blob/BRANCH/, so that this points into the same repository."""
+LINK = re.compile(r"\]\(([^)\s]+)\)")
 NAMED_FILE = re.compile(r"`((?:[\w.-]+/)*[\w-]+\.(?:md|py|toml|txt|cff|yml))`")
 
 
@@ -121,12 +123,15 @@ def test_every_required_distribution_is_pinned_for_development() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_badges_and_file_names_point_at_files_that_exist(page: str) -> None:
     text = (ROOT / page).read_text()
-    for is_picture, target in LINK.findall(text):
+    for target in LINK.findall(text):
         if target.startswith("#"):
+            continue
+        if badge := BADGE.fullmatch(target):
+            assert (ROOT / ".github" / "workflows" / badge[1]).is_file(), target
             continue
         if target.startswith("https://"):
             workflow = re.search(r"/workflows/([\w.-]+\.yml)", target)
-            assert not is_picture or workflow is None or (ROOT / ".github" / "workflows" / workflow[1]).is_file()
+            assert workflow is None or (ROOT / ".github" / "workflows" / workflow[1]).is_file()
             continue
         assert (ROOT / target.partition("#")[0]).exists(), target
     for name in NAMED_FILE.findall(text):

@@ -22,6 +22,7 @@ TOKEN = "for-friends-only"
 _MAIN = """
 {user}
 daemon off;
+master_process off;
 pid {directory}/nginx.pid;
 error_log stderr;
 events {{ }}

@@ -207,8 +207,10 @@ def test_states_and_accumulators_count_as_memory_until_they_are_dropped() -> Non
 def test_a_state_beyond_the_memory_is_refused(room: int) -> None:
     layer = Layer()
     unit = layer.forward()[0]
-    layer.bench.store._memory_bytes = layer.bench.store.used_bytes + room  # pyright: ignore[reportPrivateUsage]
-    with pytest.raises(ProtocolError, match="does not go beyond its memory"):
+    memory = layer.bench.store.used_bytes + room
+    layer.bench.store._memory_bytes = memory  # pyright: ignore[reportPrivateUsage]
+    needed = state_bytes([KEY_WIDTH], ROWS)
+    with pytest.raises(ProtocolError, match=rf"\b{needed}\b.*\b{room} of {memory}\b.*memory"):
         layer.bench.run(unit)
     assert layer.bench.store.state(layer.state) is None
 
@@ -218,8 +220,9 @@ def test_an_accumulator_beyond_the_memory_is_refused() -> None:
     for unit in layer.forward():
         layer.bench.done(unit)
     unit = layer.backward({layer.mlp.up.weight: layer.bench.number()})[0]
-    layer.bench.store._memory_bytes = layer.bench.store.used_bytes  # pyright: ignore[reportPrivateUsage]
-    with pytest.raises(ProtocolError, match="does not go beyond its memory"):
+    memory = layer.bench.store.used_bytes
+    layer.bench.store._memory_bytes = memory  # pyright: ignore[reportPrivateUsage]
+    with pytest.raises(ProtocolError, match=rf"\b{4 * 9 * HIDDEN}\b.*\b0 of {memory}\b.*memory"):
         layer.bench.run(unit)
 
 

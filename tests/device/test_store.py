@@ -71,7 +71,7 @@ def test_memory_beyond_the_cap_is_refused_and_freed_by_a_drop() -> None:
     message, payload = strip(1, matrix, 0, 4)
     store.write(message, payload.data)
     assert store.used_bytes == 80
-    with pytest.raises(ProtocolError, match="84 bytes more where 20 of 100 are left"):
+    with pytest.raises(ProtocolError, match=r"\b84\b.*\b20 of 100\b.*memory"):
         store.write(*strip(2, numbers(3, 7), 0, 3))
     assert store.used_bytes == 80, "a refused strip takes no memory"
     assert store.get(2) is None
@@ -135,7 +135,7 @@ def test_a_payload_of_another_length_is_refused(size: int) -> None:
 
 
 def test_a_size_beyond_all_memory_is_refused_before_anything_is_allocated() -> None:
-    with pytest.raises(ProtocolError, match="does not go beyond its memory"):
+    with pytest.raises(ProtocolError, match=rf"\b{4 << 60}\b.*\b1000 of 1000\b.*memory"):
         OperandStore(NumpyKernel(), 1000).write(header(rows=1 << 40, cols=1 << 20, strip_rows=1), b"")
 
 

@@ -64,7 +64,9 @@ def test_a_device_that_would_hold_up_the_others_is_left_idle_with_a_reason() -> 
             await asyncio.sleep(1.0)
         (idle,) = told(world, events.DeviceIdle)
         assert idle.device == "slow"
-        assert "in reserve" in idle.reason
+        assert " 0.0 GFLOP/s" in idle.reason
+        assert " 20000.0 MB/s" in idle.reason
+        assert "reserve" in idle.reason
         assert next(member for member in world.cluster.here() if member.name == "slow").tasks == 0
         await world.close()
 

@@ -187,15 +187,15 @@ def test_a_checkpoint_of_another_model_optimizer_or_format_is_refused(tmp_path: 
     model, optimizer = _saved(tmp_path, [1])
     checkpoint = latest(tmp_path)
     assert checkpoint is not None
-    with pytest.raises(InputError, match=r"expected weight to be \[5, 4\] .*, got \[3, 4\]"):
+    with pytest.raises(InputError, match=r"weight .*\[5, 4\].*\[3, 4\]"):
         restore(checkpoint, torch.nn.Linear(4, 5), optimizer)
-    with pytest.raises(InputError, match="another model: bias"):
+    with pytest.raises(InputError, match=r"model\.safetensors .*another model.*\bbias\b.*--model"):
         restore(checkpoint, torch.nn.Linear(4, 3, bias=False), optimizer)
-    with pytest.raises(InputError, match="another one"):
+    with pytest.raises(InputError, match=r"optimizer .*step-000001"):
         restore(checkpoint, model, OPTIMIZERS["sgd"]([model.weight]))
     state = checkpoint.path / "state.json"
     state.write_text(state.read_text().replace('"format": 1', '"format": 2'))
-    with pytest.raises(InputError, match="has format 2, this Cleave reads 1"):
+    with pytest.raises(InputError, match=r"step-000001 .*format 2\b.* 1\b"):
         restore(checkpoint, model, optimizer)
 
 

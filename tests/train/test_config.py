@@ -68,24 +68,24 @@ def test_an_unknown_setting_is_refused_with_the_closest_name(tmp_path: Path, key
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("steps = 0", "a number from 1 to 2,147,483,647"),
+        ("steps = 0", r"number.* 1\b.* 2,147,483,647\b"),
         ("steps = 2.5", "a whole number"),
         ("steps = true", "a whole number"),
         ('steps = "many"', "a whole number"),
-        ("learning_rate = 0", "a number above 0 up"),
+        ("learning_rate = 0", r"number above 0\b"),
         ("learning_rate = inf", "a number"),
         ("learning_rate = nan", "a number"),
-        ("clip = -1", "a number from 0 up"),
+        ("clip = -1", r"number.* 0\b"),
         (f"clip = 1{'0' * 400}", "a number"),
         ('wire = "fp8"', "one of fp32, bf16, fp16, int8"),
         ('autocast = "fp16"', "one of bf16"),
         ("betas = [0.9]", "2 numbers"),
-        ("betas = [0.9, 1.0]", "a number from 0 to"),
+        ("betas = [0.9, 1.0]", r"number.* 0\b.* 0\.999999\b"),
         ("betas = 0.9", "2 numbers"),
         ("tensorboard = 1", "true or false"),
         ("data = 3", "a path"),
-        ('model = ""', "a text"),
-        ("[model]\nname = 1", "a text"),
+        ('model = ""', "string"),
+        ("[model]\nname = 1", "string"),
         ('listen = "7077"', "HOST:PORT"),
         ('listen = "here:99999"', "HOST:PORT"),
     ],
@@ -93,7 +93,7 @@ def test_an_unknown_setting_is_refused_with_the_closest_name(tmp_path: Path, key
 def test_a_value_of_the_wrong_kind_or_size_is_refused_with_what_was_expected(
     tmp_path: Path, text: str, expected: str
 ) -> None:
-    with pytest.raises(InputError, match=f"expected {text.strip('[').split()[0].rstrip(']')} to be {expected}"):
+    with pytest.raises(InputError, match=f"{text.strip('[').split()[0].rstrip(']')} to be .*{expected}.*, got "):
         load_config(_file(tmp_path, text), {})
 
 

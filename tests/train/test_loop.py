@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
 import threading
 import weakref
@@ -269,7 +270,7 @@ def test_a_run_with_damaged_checkpoints_does_not_start_over(config: TrainConfig,
     train(replace(config, steps=1), tmp_path / "run")
     (checkpoint.path_of(tmp_path / "run", 1) / "state.json").unlink()
     for resume in (True, False):
-        with pytest.raises(InputError, match=r"none of the 1 there is: step-000001; bring one back .* or move them"):
+        with pytest.raises(InputError, match=rf"{re.escape(str(tmp_path / 'run'))}\b.*damaged.*: step-000001\b"):
             train(config, tmp_path / "run", resume=resume)
 
 
@@ -494,9 +495,9 @@ def _must_not_start(model: torch.nn.Module) -> torch.nn.Module:
     ("change", "error", "said"),
     [
         ({"data": Path("absent.txt")}, InputError, r"absent\.txt"),
-        ({"sequence": 1025}, InputError, "tiny-llama has 1024 positions, got 1025"),
+        ({"sequence": 1025}, InputError, r"tiny-llama .*\b1024\b.*--sequence .*\b1025\b"),
         ({"model": "tiny-lama"}, ModelError, "tiny-llama"),
-        ({"model": "tiny-gpt2", "sequence": 1024, "data": "short"}, InputError, "one sequence needs 1025"),
+        ({"model": "tiny-gpt2", "sequence": 1024, "data": "short"}, InputError, r"\b9 tokens.*\b1025\b.*--sequence"),
     ],
 )
 def test_bad_input_is_reported_before_the_fleet_starts(
@@ -515,13 +516,13 @@ def test_text_with_more_tokens_than_the_models_vocabulary_is_refused(config: Tra
     model, _ = build_model("tiny-opt", "fp32", 1)
     model.resize_token_embeddings(100)
     model.save_pretrained(tmp_path / "small")
-    with pytest.raises(InputError, match=r"token numbers up to 118, .* knows 100"):
+    with pytest.raises(InputError, match=r"\b118\b.*small .*\b100\b.*tokenizer"):
         train(replace(config, model=str(tmp_path / "small")), tmp_path / "run", wrap=_must_not_start)
 
 
 def test_a_run_is_never_overwritten_and_never_resumed_from_nothing(config: TrainConfig, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"expected a run to resume in .*absent"):
+    with pytest.raises(InputError, match=r"no run .*absent.*--out"):
         train(config, tmp_path / "absent", resume=True)
     train(replace(config, steps=1), tmp_path / "run")
-    with pytest.raises(InputError, match="holds a run already; add --resume"):
+    with pytest.raises(InputError, match=r"/run .*--resume.*--out"):
         train(config, tmp_path / "run")

@@ -134,67 +134,39 @@ def test_columns_may_come_in_any_order_and_unknown_ones_are_ignored() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "facts"),
     [
-        ("", "fleet.csv is empty; a fleet file needs the header device,flops_per_s"),
-        ("\ufeff \r\n\r\n,,\n", "fleet.csv is empty"),
-        (HEADER, "has a header but no device"),
-        ("a,1,1,1,1,1", "lacks device, flops_per_s, down_bytes_per_s"),
-        (
-            HEADER.replace(",latency_s", "") + "\na,1,1,1,1",
-            "lacks latency_s: its first line should be device,",
-        ),
-        (HEADER + ",latency_s\na,1,1,1,1,1,1", "has latency_s twice"),
-        (HEADER + "\na,1,1,1,1,1\n\nb,1,1,1", "line 4: expected 6 cells as in the header, but came 4"),
-        (HEADER + "\na,1,1,1,1,1,5", "line 2: expected 6 cells as in the header, but came 7"),
-        (HEADER + "\na,fast,1,1,1,1", "line 2: flops_per_s of device 'a' must be a number, but is 'fast'"),
-        (
-            HEADER + "\na,1,1,,1,1",
-            "line 2: up_bytes_per_s of device 'a' must be a number, but the cell is empty",
-        ),
-        (
-            HEADER + "\na,nan,1,1,1,1",
-            "line 2: flops_per_s of device 'a' must be a finite number above 0, but is nan",
-        ),
-        (
-            HEADER + "\na,1,inf,1,1,1",
-            "down_bytes_per_s of device 'a' must be a finite number above 0, but is inf",
-        ),
-        (
-            HEADER + "\na,1,1,-3,1,1",
-            "up_bytes_per_s of device 'a' must be a finite number above 0, but is -3.0",
-        ),
-        (HEADER + "\na,1,1,1,1,0", "memory_bytes of device 'a' must be a finite number above 0, but is 0.0"),
-        (
-            HEADER + "\na,1,1,1,-1,1",
-            "latency_s of device 'a' must be a finite number of at least 0, but is -1.0",
-        ),
-        (
-            HEADER + "\na,1,1,1,nan,1",
-            "latency_s of device 'a' must be a finite number of at least 0, but is nan",
-        ),
-        (
-            HEADER + ",watts\na,1,1,1,1,1,-5",
-            "watts of device 'a' must be a finite number of at least 0, or unknown",
-        ),
-        (HEADER + ",watts\na,1,1,1,1,1,lots", "watts of device 'a' must be a number, but is 'lots'"),
-        (
-            HEADER + "\na,1,1,1,1,1\nb,1,1,1,1,1\na,1,1,1,1,1",
-            "line 4: device names must be unique, but 'a' comes",
-        ),
-        (HEADER + "\n,1,1,1,1,1", "line 2: every device needs a name"),
-        (HEADER + "\nserver,1,1,1,1,1", "line 2: the name 'server' is reserved"),
-        (HEADER + "\na\x07b,1,1,1,1,1", "line 2: device must be printable text"),
-        (HEADER + f"\n{'a' * 300},1,1,1,1,1", "line 2: device must be printable text of at most 200"),
-        (HEADER + '\n"a,1,1,1,1,1\nb,1,1,1,1,1', "line 2: a quote opens and does not close"),
-        (HEADER + f"\n{'a' * 200_000},1,1,1,1,1", "line 2: expected comma-separated cells"),
+        ("", "^fleet.csv .*empty.*device,flops_per_s"),
+        ("\ufeff \r\n\r\n,,\n", "^fleet.csv .*empty.*device,flops_per_s"),
+        (HEADER, "header.*no device"),
+        ("a,1,1,1,1,1", "device, flops_per_s, down_bytes_per_s, .*device,flops_per_s.*'a,1,1,1,1,1'"),
+        (HEADER.replace(",latency_s", "") + "\na,1,1,1,1", f"[^,] latency_s: .*{HEADER}"),
+        (HEADER + ",latency_s\na,1,1,1,1,1,1", "latency_s twice"),
+        (HEADER + "\na,1,1,1,1,1\n\nb,1,1,1", r"line 4: .*\b6 cells.*\b4\b"),
+        (HEADER + "\na,1,1,1,1,1,5", r"line 2: .*\b6 cells.*\b7\b"),
+        (HEADER + "\na,fast,1,1,1,1", "line 2: flops_per_s of device 'a' .*number.*'fast'"),
+        (HEADER + "\na,1,1,,1,1", "line 2: up_bytes_per_s of device 'a' .*number.*empty"),
+        (HEADER + "\na,nan,1,1,1,1", "line 2: flops_per_s of device 'a' .*finite.*above 0.*nan"),
+        (HEADER + "\na,1,inf,1,1,1", "line 2: down_bytes_per_s of device 'a' .*finite.*above 0.*inf"),
+        (HEADER + "\na,1,1,-3,1,1", "line 2: up_bytes_per_s of device 'a' .*above 0.*-3.0"),
+        (HEADER + "\na,1,1,1,1,0", "line 2: memory_bytes of device 'a' .*above 0.* 0.0"),
+        (HEADER + "\na,1,1,1,-1,1", "line 2: latency_s of device 'a' .*at least 0.*-1.0"),
+        (HEADER + "\na,1,1,1,nan,1", "line 2: latency_s of device 'a' .*at least 0.*nan"),
+        (HEADER + ",watts\na,1,1,1,1,1,-5", "line 2: watts of device 'a' .*at least 0.*unknown.*-5.0"),
+        (HEADER + ",watts\na,1,1,1,1,1,lots", "line 2: watts of device 'a' .*number.*'lots'"),
+        (HEADER + "\na,1,1,1,1,1\nb,1,1,1,1,1\na,1,1,1,1,1", "line 4: .*unique.*'a'"),
+        (HEADER + "\n,1,1,1,1,1", "line 2: every device .*name"),
+        (HEADER + "\nserver,1,1,1,1,1", "line 2: .*'server'.*reserved"),
+        (HEADER + "\na\x07b,1,1,1,1,1", r"line 2: device .*printable.*'a\\x07b'"),
+        (HEADER + f"\n{'a' * 300},1,1,1,1,1", "line 2: device .*at most 200 .*aaaa"),
+        (HEADER + '\n"a,1,1,1,1,1\nb,1,1,1,1,1', "line 2: .*quote"),
+        (HEADER + f"\n{'a' * 200_000},1,1,1,1,1", "line 2: .*comma-separated"),
     ],
 )
-def test_each_fault_in_a_file_has_its_own_message(text: str, sentence: str) -> None:
-    with pytest.raises(FleetError) as caught:
+def test_each_fault_in_a_file_has_its_own_message(text: str, facts: str) -> None:
+    with pytest.raises(FleetError, match=facts) as caught:
         read_csv(text, "fleet.csv")
     message = str(caught.value)
-    assert sentence in message
     assert message.startswith("fleet.csv")
     assert "; " in message
     assert "\n" not in message

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -107,8 +109,11 @@ def test_no_link_beats_a_gigabit_port() -> None:
 
 
 def test_refusing_an_unknown_country_lists_the_known_ones() -> None:
-    with pytest.raises(FleetError, match=r"'atlantis'; choose one of ae, .*, us, vn, world"):
+    with pytest.raises(FleetError, match="'atlantis'") as caught:
         draw({"phone": 1}, country="Atlantis")
+    told = set(re.findall(r"\w+", str(caught.value)))
+    assert {"world", "ae", "us", "vn"} <= told
+    assert "de" not in told, "without link data"
 
 
 def test_a_country_may_be_written_in_capitals() -> None:
@@ -121,26 +126,26 @@ def test_a_formatted_mix_parses_back_to_itself(mix: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("text", "facts"),
     [
-        ("", "written class=count"),
-        ("phone", "written class=count"),
-        ("phone=1,", "written class=count"),
-        ("tablet=3", "made of phone, laptop, desktop, sbc, but names 'tablet'"),
-        ("phone=many", "whole number up to 1,000,000, but is 'many'"),
-        ("phone=1.5", "whole number up to 1,000,000, but is '1.5'"),
-        ("phone=", "whole number up to 1,000,000, but is ''"),
-        ("phone=" + "9" * 5000, "whole number up to 1,000,000"),
-        ("phone=-1", "at least 0, but is -1"),
-        ("phone=0,laptop=0", "1 to 1,000,000 devices in all, but has 0"),
-        ("phone=2000000", "1 to 1,000,000 devices in all, but has 2,000,000"),
-        ("phone=1,phone=2", "'phone' twice"),
+        ("", ("''", "class=count")),
+        ("phone", ("'phone'", "class=count")),
+        ("phone=1,", ("''", "class=count")),
+        ("tablet=3", ("'tablet'", "phone, laptop, desktop, sbc")),
+        ("phone=many", ("phone", "whole number", "1,000,000", "'many'")),
+        ("phone=1.5", ("phone", "whole number", "1,000,000", "'1.5'")),
+        ("phone=", ("phone", "whole number", "1,000,000", "''")),
+        ("phone=" + "9" * 5000, ("phone", "whole number", "1,000,000", "99999")),
+        ("phone=-1", ("phone", "at least 0", "-1")),
+        ("phone=0,laptop=0", (" 1 to 1,000,000 ", " 0;")),
+        ("phone=2000000", (" 1 to 1,000,000 ", "2,000,000")),
+        ("phone=1,phone=2", ("'phone'", "twice")),
     ],
 )
-def test_a_bad_mix_is_refused_in_one_sentence(text: str, sentence: str) -> None:
+def test_a_bad_mix_is_refused_in_one_sentence(text: str, facts: tuple[str, ...]) -> None:
     with pytest.raises(FleetError) as caught:
         sampling.parse_mix(text)
-    assert sentence in str(caught.value)
+    assert [fact for fact in facts if fact not in str(caught.value)] == []
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 200
 
