@@ -176,7 +176,7 @@ class OperandStore:
     def _require_space(self, need: int) -> None:
         if self.used_bytes + need > self._memory_bytes:
             raise ProtocolError(
-                f"the server sent {need} more bytes where {self._memory_bytes - self.used_bytes} of "
+                f"this needs {need} more bytes where {self._memory_bytes - self.used_bytes} of "
                 f"{self._memory_bytes} are free; a device never exceeds its memory limit"
             )
 
