@@ -44,6 +44,13 @@ def test_with_a_certificate_that_an_authority_signed_the_scheme_says_so() -> Non
     assert parse_address(command.split()[2]).url == "wss://train.example.org:443/ws"
 
 
+@pytest.mark.parametrize(
+    ("typed", "dialed"), [("wss://a.org#t", "wss://a.org/ws"), ("https://a.org", "wss://a.org/ws")]
+)
+def test_an_address_with_a_scheme_needs_no_port(typed: str, dialed: str) -> None:
+    assert parse_address(typed).url == dialed
+
+
 def test_the_join_command_of_any_ipv4_server_with_a_token_of_its_own_fits_80_columns() -> None:
     token = Keys().lend()
     command = join_command("wss://255.255.255.255:65535", token=token, fingerprint=FINGERPRINT)

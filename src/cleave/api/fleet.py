@@ -250,7 +250,8 @@ class Fleet:
                 *(["--memory", memory] if memory else []),
             ]
             environment = {**os.environ, "CLEAVE_TOKEN": lent}
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment)
+            # In a session of its own, so that Ctrl-C reaches this process alone, which then says goodbye.
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
             self._processes.append(process)
             started.append(process.pid)
         return started

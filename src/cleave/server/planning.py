@@ -213,6 +213,8 @@ class Planning:
 
     def _tell_once(self, choice: PassChoice, names: tuple[str, ...]) -> None:
         """Report a choice and its reason, but only once if batches differ only in length."""
+        if not names:
+            return
         plan = choice.plan
         key = f"gemm on {names}" if plan is None else repr([(stage.shards, stage.devices) for stage in plan.stages])
         if key != self._told:

@@ -236,7 +236,9 @@ class _Trainer:
         else:
             reason = decoder.overlap(forward, self._optimizer)
         if reason is not None:
-            self._observe(Note(text=f"--overlap has no effect, as weights must be updated at the end of each step: {reason}"))
+            self._observe(
+                Note(text=f"--overlap has no effect, as weights must be updated at the end of each step: {reason}")
+            )
         return reason is None
 
     def _last_finished(self) -> Position | None:
@@ -371,7 +373,9 @@ def _check_fit(config: TrainConfig, model: PreTrainedModel, corpus: Corpus) -> N
     tokens, rows = int(corpus.tokens.max()) + 1, model.get_input_embeddings().num_embeddings
     if not isinstance(rows, int) or tokens > rows:
         problem = f"the text has token ids up to {tokens - 1}"
-        raise InputError(f"{problem}, but the vocabulary of {config.model} has {rows}; use the tokenizer that belongs to it")
+        raise InputError(
+            f"{problem}, but the vocabulary of {config.model} has {rows}; use the tokenizer that belongs to it"
+        )
 
 
 def _export(model: PreTrainedModel, tokenizer: Tokenizer, run_directory: Path) -> Path:

@@ -5,7 +5,7 @@ A server formats one with `join_command`, a device reads it with `parse_address`
     192.168.1.20:7077                    no encryption, no token
     192.168.1.20:7077#TOKEN              a token
     192.168.1.20:7077#TOKEN.PIN          a token, and TLS with a certificate that starts with this fingerprint
-    wss://train.example.org:443#TOKEN    a token, and TLS with a certificate that an authority signed
+    wss://train.example.org#TOKEN        a token, and TLS with a certificate that an authority signed
     wss://192.168.1.20:7077#sha256:HEX   TLS with the certificate of this fingerprint; the token is given separately
 """
 
@@ -41,12 +41,15 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Read an address in any of the forms above. Without a scheme, a fingerprint implies TLS."""
+    """Read an address in any of the forms above. Without a scheme, a fingerprint implies TLS.
+
+    Only wss:// and https:// may lack the port: 443, as on the web, where a reverse proxy listens.
+    """
     bare, _, secret = text.strip().partition("#")
     token, pin = _parse_secret(secret, text)
     parts = urlsplit(bare if "://" in bare else f"{'wss' if pin else 'ws'}://{bare}")
     try:
-        port = parts.port
+        port = parts.port or (443 if bare.startswith(("wss://", "https://")) else None)
     except ValueError:
         port = None
     if parts.scheme not in _SCHEMES or not parts.hostname or port is None:
