@@ -30,6 +30,9 @@ _MAX_NOTES = 20
 _LINE_S = 5.0  # without a terminal, at most one line in this time
 _MOST_DEVICES = 12
 _LEAST_NOTE_LINES = 4
+_ROOMY = 22
+"""Lines of a terminal that has room for blank ones."""
+_ACCENT = "cyan"
 
 
 class TrainView:
@@ -98,12 +101,13 @@ class TrainView:
         with self._lock:
             # Below the join command, its heading and a blank line; the cursor needs the last line.
             room = height - 3 - -(-len(self._join_command) // width)
-            numbers = self._numbers(width)[: max(room, 1)]
+            gap = [Text()] if height >= _ROOMY else []
+            numbers = [*self._numbers(width)[: max(room, 1)], *gap]
             room -= len(numbers)
             devices = self._devices()
-            rows = min(len(devices), _MOST_DEVICES, max(room - 1 - _LEAST_NOTE_LINES, 0))
-            table = [device_table(devices, width, at_most=rows)] if rows else []
-            room -= rows + 1 if rows else 0
+            rows = min(len(devices), _MOST_DEVICES, max(room - 1 - len(gap) - _LEAST_NOTE_LINES, 0))
+            table = [device_table(devices, width, at_most=rows), *gap] if rows else []
+            room -= rows + 1 + len(gap) if rows else 0
             return Group(*numbers, *table, *_newest(self._notes, width, room))
 
     def _numbers(self, width: int) -> list[RenderableType]:
@@ -111,7 +115,7 @@ class TrainView:
         started = figures.started
         if started is None:
             return [Text("preparing ...")]
-        lines: list[RenderableType] = [Text(f"cleave train {started.model}", style="bold cyan")]
+        lines: list[RenderableType] = [Text(f"cleave train {started.model}", style=f"bold {_ACCENT}")]
         if figures.waits is not None:
             waited = f"{time.monotonic() - self._waits_since:,.0f} s"
             lines.append(Text(f"{figures.waits} ({waited})", style="bold yellow", no_wrap=True, overflow="ellipsis"))
@@ -125,20 +129,22 @@ class TrainView:
         loss = f"{step.loss:.4f}{evaluated}  "
         predicted = figures.predicted_step_s
         beside = f" (predicted {seconds(predicted)})" if predicted is not None else ""
-        facts = {
+        facts: dict[str, str | Text] = {
             "step": f"{step.step} of {started.steps}, {seconds(figures.left_s)} left",
-            "loss": loss + curve(figures.losses, min(60, width - len(loss) - 8)),
+            "loss": Text.assemble(loss, (curve(figures.losses, min(60, width - len(loss) - 8)), _ACCENT)),
             "speed": f"{figures.tokens_per_s:,.0f} tokens/s, {seconds(figures.mean('seconds'))} a step{beside}",
             "grain": f"{figures.grain.grain}: {figures.grain.reason}" if figures.grain else "",
             "links": f"{si(figures.mean('down_bytes'), 'B')} down, {si(figures.mean('up_bytes'), 'B')} up a step",
-            "time": f"{bar(share, min(30, width // 4))} {share:.0%} waiting for devices, the rest on the server",
+            "time": Text.assemble(
+                (bar(share, min(30, width // 4)), _ACCENT), f" {share:.0%} waiting for devices, the rest on the server"
+            ),
         }
         return [*lines, *(fact_line(name, fact) for name, fact in facts.items() if fact)]
 
 
-def fact_line(name: str, fact: str) -> Text:
+def fact_line(name: str, fact: str | Text) -> Text:
     """One line: a name and a fact, cut at the width of the terminal."""
-    return Text.assemble((f"{name:6}", "dim"), f" {fact}", no_wrap=True, overflow="ellipsis")
+    return Text.assemble((f"{name:6} ", "dim"), fact, no_wrap=True, overflow="ellipsis")
 
 
 def fact_table(facts: dict[str, str]) -> Table:
