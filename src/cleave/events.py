@@ -64,7 +64,7 @@ class DeviceLeft(Event, frozen=True, kw_only=True):
 
 
 class DeviceLate(Event, frozen=True, kw_only=True):
-    """A device missed its deadline: its work is hedged, and it gets none until it responds."""
+    """A device is late: its running tasks are hedged, and it gets no new work until it responds."""
 
     device: str
     is_only: bool = False

@@ -54,7 +54,7 @@ def add_to(add: AddVerb) -> None:
         help="library that computes; auto is torch on a GPU, else numpy (default: auto)",
     )
     connection = verb.add_argument_group("connection")
-    connection.add_argument("--name", metavar="TEXT", help="name shown at the server (default: the host name)")
+    connection.add_argument("--name", metavar="TEXT", help="name shown on the server (default: the host name)")
     connection.add_argument(
         "--token", metavar="TEXT", help="token of the run, if not in the address (default: CLEAVE_TOKEN)"
     )
@@ -63,7 +63,7 @@ def add_to(add: AddVerb) -> None:
         type=positive,
         default=30.0,
         metavar="S",
-        help="seconds to keep trying a server not reached yet (default: 30)",
+        help="seconds to keep trying to reach the server at first (default: 30)",
     )
     connection.add_argument("--quiet", action="store_true", help="print only errors")
     connection.add_argument(

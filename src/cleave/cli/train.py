@@ -24,8 +24,8 @@ def add_to(add: AddVerb) -> None:
         "train",
         help="train a model on a fleet",
         description="Train a model on a fleet of devices. Without arguments it is the demo: a small model, four device "
-        "processes on this machine, and the sources of Python's library as text. Every setting can also stand in a "
-        "TOML file, under its name here with _ for -.",
+        "processes on this machine, and the sources of Python's library as text. Settings can also come from a TOML "
+        "file, under their names here with _ for - (and wait_s, alone_wait_s).",
         usage="cleave train [RUN.toml] [OPTION ...]",
         examples=(
             "cleave train",
@@ -74,7 +74,7 @@ def _add_model(add: Callable[..., None]) -> None:
         "the sources of Python's library",
         metavar="PATH",
     )
-    add("--steps", "optimizer updates in all", type=count, metavar="N")
+    add("--steps", "optimizer updates in total", type=count, metavar="N")
     add("--sequence", "tokens per sequence", type=count, metavar="N")
     add("--batch", "sequences per micro-batch", type=count, metavar="N")
     add("--accumulate", "micro-batches per step", type=count, metavar="N")
@@ -106,7 +106,7 @@ def _add_work(add: Callable[..., None]) -> None:
     add("--wire", "number format on the wire", choices=WIRE_FORMATS)
     add("--offload", "auto: keep on the server what is not worth sending", choices=OFFLOADS)
     add("--overlap", "update each weight during backward, as soon as its gradient arrives", action="store_true")
-    add("--trust", "share of the work on resident layers to audit", choices=POLICIES)
+    add("--trust", "work on resident layers to audit: a sample, all of it (strict), or none", choices=POLICIES)
 
 
 def _add_joining(add: Callable[..., None]) -> None:
