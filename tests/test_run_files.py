@@ -46,15 +46,19 @@ def kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def test_a_claim_holds_until_it_is_released(tmp_path: Path) -> None:
-    assert run_files.running(tmp_path) is None
-    run_files.claim(tmp_path, URL)
-    holder = run_files.running(tmp_path)
+    empty, used = tmp_path / "empty", tmp_path / "used"
+    assert run_files.running(used) is None
+    for directory in (empty, used):
+        run_files.claim(directory, URL)
+    (used / "config.toml").touch()
+    holder = run_files.running(used)
     assert holder is not None
     assert (holder.pid, holder.url) == (os.getpid(), URL)
     assert holder.created_s == pytest.approx(psutil.Process().create_time(), abs=1)
-    run_files.release(tmp_path)
-    assert run_files.running(tmp_path) is None
-    assert list(tmp_path.iterdir()) == []
+    for directory in (empty, used):
+        run_files.release(directory)
+    assert run_files.running(used) is None
+    assert [path.name for path in tmp_path.rglob("*")] == ["used", "config.toml"]
 
 
 def test_a_process_may_renew_its_own_claim(tmp_path: Path) -> None:

@@ -345,6 +345,21 @@ def test_files_that_cleave_did_not_write_stay(home: Path, capsys: pytest.Capture
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["mine"]
 
 
+def test_a_model_that_the_run_did_not_export_stays(home: Path) -> None:
+    unfinished, finished_run = make_run(home / "one", DONE), make_run(home / "two")
+    (finished_run / "model" / "mine.py").write_text("years of work")
+    assert main(["runs", "remove", "one", "two", "--yes"]) == 0
+    assert [path.name for path in unfinished.rglob("*")] == ["model", "model.safetensors"]
+    assert [path.name for path in finished_run.rglob("*")] == ["model", "mine.py"]
+
+
+def test_the_current_directory_can_be_removed_by_its_name(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = make_run(home / "one")
+    monkeypatch.chdir(run)
+    assert main(["runs", "remove", ".", "--yes"]) == 0
+    assert not run.exists()
+
+
 def test_remove_follows_no_links(home: Path, tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
@@ -352,7 +367,7 @@ def test_remove_follows_no_links(home: Path, tmp_path: Path) -> None:
     (outside / "precious").touch()
     run = make_run(home / "one")
     (run / "checkpoints" / "step-000006").symlink_to(outside)
-    (run / "model" / "link").symlink_to(outside)
+    (run / "model" / "tokenizer.json").symlink_to(outside)
     linked = make_run(home / "two")
     (linked / "checkpoints").rename(tmp_path / "moved")
     (linked / "checkpoints").symlink_to(outside)
@@ -422,7 +437,7 @@ def test_wrong_input_gives_one_sentence_and_exit_code_2(
 
 @pytest.mark.parametrize(("answer", "is_gone"), [("y\n", True), ("yes\n", True), ("\n", False), ("n\n", False)])
 def test_remove_asks_on_a_terminal(home: Path, tmp_path: Path, answer: str, is_gone: bool) -> None:
-    run = make_run(home / "one", DONE[:4])
+    run = make_run(home / "one")
     leader, follower = pty.openpty()
     os.write(leader, answer.encode())
     asked = subprocess.run(

@@ -29,7 +29,8 @@ def capture(command: list[str], columns: int, rows: int, until: str) -> str:
     size = ["-x", str(columns), "-y", str(rows)]
     line = f"{shlex.join(command)}; sleep {_TIMEOUT_S:.0f}"
     environment = ["-e", "TERM=xterm-256color", "-e", "COLORTERM=truecolor"]
-    subprocess.run([*tmux, "-f", "/dev/null", "new-session", "-d", "-s", session, *environment, *size, line], check=True)
+    new = ["-f", "/dev/null", "new-session", "-d", "-s", session, *environment, *size, line]
+    subprocess.run([*tmux, *new], check=True)
     try:
         subprocess.run([*tmux, "set", "-g", "status", "off"], check=True)
         give_up = time.monotonic() + _TIMEOUT_S

@@ -39,13 +39,13 @@ def __getattr__(name: str) -> object:
 
     try:
         value: object = getattr(import_module(_MODULES[name]), name)
-    except ImportError as fault:
+    except ModuleNotFoundError as fault:
         if fault.name is None or fault.name.startswith("cleave"):
             raise
         from cleave.extras import install_command
 
         advice = f"install it with: {install_command('train')}"
         problem = f"cleave.{name} needs {fault.name}, which is not installed; {advice}"
-        raise ImportError(problem, name=fault.name) from None
+        raise ModuleNotFoundError(problem, name=fault.name) from None
     globals()[name] = value  # cache it, so that this runs once per name
     return value

@@ -26,6 +26,8 @@ from cleave.errors import InputError
 from cleave.settings import Alone, Offload
 
 _LOCAL_DEVICES = 4
+_ALIASES = {"wait": "wait_s", "alone_wait": "alone_wait_s"}
+"""Names of options that lack the unit of their field."""
 _MAX_MAGNITUDE = 1e300  # rejects infinities, and integers beyond any float
 
 
@@ -129,7 +131,7 @@ class TrainConfig:
     """While no device is connected: wait for one to join, or compute on the server until then."""
     alone_wait_s: Annotated[float, Range(0, above=True)] | None = None
     """Seconds without a device before the run stops, with its last finished step saved; default: 3600, or without limit
-    if other machines can join."""
+    if `listen` is set."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the parameters."""
     autocast: Literal["bf16"] | None = None
@@ -195,6 +197,7 @@ def _read(path: Path) -> dict[str, object]:
 
 def _field_name(key: str, where: str, value: object = None) -> str:
     name = key.replace("-", "_")
+    name = _ALIASES.get(name, name)
     names = [field.name for field in fields(TrainConfig)]
     if name in names:
         return name

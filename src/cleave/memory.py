@@ -10,27 +10,30 @@ import psutil
 
 @dataclass(frozen=True, slots=True)
 class _Container:
-    """Files of a cgroup: its limit, its use, and the statistics that tell how much of that is file cache."""
+    """Files of a cgroup: its limit, its use, and statistics with the cache in it, of which shared memory must stay."""
 
     limit: Path
     used: Path
     statistics: Path
     cache: str
+    shared: str
 
     def read(self) -> tuple[int, int] | None:
         """Return the limit and the bytes in use that cannot be reclaimed; None if there is no limit."""
         try:
             limit, used = int(self.limit.read_text()), int(self.used.read_text())
-            lines = (line.split() for line in self.statistics.read_text().splitlines())
-            return limit, used - next((int(line[1]) for line in lines if line[0] == self.cache), 0)
+            found = dict(line.split() for line in self.statistics.read_text().splitlines())
+            return limit, used - int(found.get(self.cache, 0)) + int(found.get(self.shared, 0))
         except (OSError, ValueError):  # there is no such file, or it says "max"
             return None
 
 
 _V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
 _CONTAINERS = (
-    _Container(_V2 / "memory.max", _V2 / "memory.current", _V2 / "memory.stat", "file"),
-    _Container(_V1 / "memory.limit_in_bytes", _V1 / "memory.usage_in_bytes", _V1 / "memory.stat", "total_cache"),
+    _Container(_V2 / "memory.max", _V2 / "memory.current", _V2 / "memory.stat", "file", "shmem"),
+    _Container(
+        _V1 / "memory.limit_in_bytes", _V1 / "memory.usage_in_bytes", _V1 / "memory.stat", "total_cache", "total_shmem"
+    ),
 )
 
 

@@ -14,6 +14,7 @@ import logging
 import os
 import platform
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
@@ -71,7 +72,14 @@ def find_runs(home: Path | None = None) -> list[Path]:
         found = [path for path in (home or runs_home()).iterdir() if (path / SETTINGS).is_file()]
     except OSError:
         return []
-    return sorted(found, key=lambda path: ((path / SETTINGS).stat().st_mtime_ns, path.name), reverse=True)
+    return sorted(found, key=lambda path: (_changed_ns(path / SETTINGS), path.name), reverse=True)
+
+
+def _changed_ns(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:  # removed meanwhile
+        return 0
 
 
 def newest_run(home: Path | None = None) -> Path | None:
@@ -87,27 +95,33 @@ def claim(directory: Path, url: str | None = None) -> None:
 
     Raise InputError if another process trains there. A full disk is no reason not to train: then there is no claim.
     """
-    holder = running(directory)
-    if holder is not None and holder.is_visible and holder.pid != os.getpid():
-        advice = "wait for it, stop it, or give another --out"
-        raise InputError(f"process {holder.pid} is training in {directory} already; {advice}")
     created_s = psutil.Process().create_time()
     own = Claim(pid=os.getpid(), created_s=created_s, url=url, host=platform.node())
+    data = msgspec.json.encode(own) + b"\n"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        write_whole(directory / _CLAIM, msgspec.json.encode(own) + b"\n")
+        with suppress(FileExistsError), (directory / _CLAIM).open("xb") as file:  # of two processes, one succeeds
+            file.write(data)
+            return
+        holder = running(directory)
+        if holder is not None and holder.is_visible and holder.pid != os.getpid():
+            advice = "wait for it, stop it, or give another --out"
+            raise InputError(f"process {holder.pid} is training in {directory} already; {advice}")
+        write_whole(directory / _CLAIM, data)
     except OSError as fault:
         _LOG.warning("cannot write %s: %s", directory / _CLAIM, fault.strerror or fault)
 
 
 def release(directory: Path) -> None:
-    """Give up this process's claim; one of another process stays."""
+    """Give up this process's claim; one of another process stays. A directory with nothing else in it is removed."""
     holder = _read(directory)
     if holder is not None and holder.pid == os.getpid() and holder.is_visible:
         try:
             (directory / _CLAIM).unlink(missing_ok=True)
         except OSError as fault:
             _LOG.warning("cannot remove %s: %s", directory / _CLAIM, fault.strerror or fault)
+        with suppress(OSError):
+            directory.rmdir()
 
 
 def running(directory: Path) -> Claim | None:

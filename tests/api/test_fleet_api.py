@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -86,6 +87,23 @@ def test_operands_that_are_no_matrices_raise_input_errors() -> None:
                 fleet.matmul(a, b)  # type: ignore[type-var]
         with pytest.raises(InputError, match="timeout_s"):
             fleet.wait(1, timeout_s=0)
+
+
+def test_low_precision_tensors_are_multiplied_and_keep_their_type() -> None:
+    with cleave.Fleet.local(1) as fleet:
+        product = fleet.matmul(torch.ones(4, 3, dtype=torch.bfloat16), torch.ones(3, 2, dtype=torch.bfloat16))
+    assert product.dtype == torch.bfloat16
+    assert product.tolist() == [[3.0, 3.0]] * 4
+
+
+def test_a_device_that_ended_after_it_joined_does_not_fail_the_wait_for_its_replacement() -> None:
+    with cleave.Fleet.local(1) as fleet:
+        (device,) = psutil.Process().children()
+        device.kill()
+        device.wait()
+        fleet.start_devices(1)
+        fleet.wait(1, None)
+        assert fleet.matmul(A, A.T).shape == (4, 4)
 
 
 def test_a_closed_fleet_says_that_it_is_closed() -> None:

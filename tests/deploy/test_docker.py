@@ -94,8 +94,8 @@ def test_the_images_install_and_start_a_server_and_a_device_that_joins_it(
     flags = ["--model", "tiny-llama", "--data", str(texts), "--sequence", "32", "--batch", "2", "--steps", "3"]
     server = start("server", [str(images["server"] / entry), *arguments, *flags, "--out", str(out)])
     printed = tmp_path / "server.out"
-    wait_until(lambda: re.search(r"cleave join \S+#\S+", printed.read_text()), server)
-    address = re.findall(r"cleave join (\S+#\S+)", printed.read_text())[-1]
+    wait_until(lambda: re.search(r"cleave join '\S+#\S+'", printed.read_text()), server)
+    address = re.findall(r"cleave join '(\S+#\S+)'", printed.read_text())[-1]
 
     entry, *verb = words_of(instructions(DEPLOY / "Dockerfile.device"), "ENTRYPOINT")
     limits = ["--memory", "1GB", "--threads", "1", "--name", "container"]

@@ -79,8 +79,8 @@ def test_the_server_unit_resumes_its_run_and_the_device_unit_rejoins_it(
     printed = tmp_path / "server.out"
 
     server = start("server", command_of(server_unit), variables)
-    wait_until(lambda: re.search(r"cleave join \S+#\S+", printed.read_text()), server)
-    address = re.findall(r"cleave join (\S+#\S+)", printed.read_text())[-1]
+    wait_until(lambda: re.search(r"cleave join '\S+#\S+'", printed.read_text()), server)
+    address = re.findall(r"cleave join '(\S+#\S+)'", printed.read_text())[-1]
     device = start("device", command_of(device_unit), {"CLEAVE_SERVER": address})
     wait_until(lambda: last_step(out) >= 2, server)
     server.send_signal(interrupt)

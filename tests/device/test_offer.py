@@ -20,9 +20,9 @@ def test_more_memory_than_the_machine_has_is_refused_with_what_it_has() -> None:
 
 
 def test_a_containers_limit_counts_as_the_machines_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, text in (("max", "1000\n"), ("current", "700\n"), ("stat", "anon 500\nfile 200\n")):
+    for name, text in (("max", "1000\n"), ("current", "700\n"), ("stat", "anon 400\nfile 300\nshmem 100\n")):
         (tmp_path / name).write_text(text)
-    container = memory._Container(tmp_path / "max", tmp_path / "current", tmp_path / "stat", "file")
+    container = memory._Container(tmp_path / "max", tmp_path / "current", tmp_path / "stat", "file", "shmem")
     monkeypatch.setattr(memory, "_CONTAINERS", (container,))
     assert memory.total_bytes() == 1000
     assert memory.available_bytes() == 500

@@ -167,9 +167,9 @@ def test_a_device_of_another_machine_joins_with_the_printed_command(
     try:
         server = start("server", *on_server, sys.executable, str(script))
         wait_until(lambda: "cleave join" in (tmp_path / "server").read_text(), server)
-        command = re.search(r"cleave (join 10\.77\.0\.1:7077#\S+)", (tmp_path / "server").read_text())
+        command = re.search(r"cleave join '(10\.77\.0\.1:7077#\S+)'", (tmp_path / "server").read_text())
         assert command, (tmp_path / "server").read_text()
-        device = start("device", *on_device, sys.executable, "-m", "cleave", *command[1].split(), "--threads", "1")
+        device = start("device", *on_device, sys.executable, "-m", "cleave", "join", command[1], "--threads", "1")
         assert server.wait(PATIENCE_S) == 0, (tmp_path / "server").read_text()
         assert device.wait(PATIENCE_S) == 0, (tmp_path / "device").read_text()
     finally:

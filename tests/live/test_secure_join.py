@@ -17,7 +17,7 @@ from cleave.run_files import running
 from cleave.server.admission.tokens import FILE, Keys
 
 pytestmark = pytest.mark.timeout(400)
-JOIN = re.compile(r"^cleave join \S+:(\d+)#([\w-]+)\.([\w-]{22})$", re.MULTILINE)
+JOIN = re.compile(r"^cleave join '\S+:(\d+)#([\w-]+)\.([\w-]{22})'$", re.MULTILINE)
 
 
 def join(home: Path, url: str, token: str) -> subprocess.CompletedProcess[str]:

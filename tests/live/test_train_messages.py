@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.commands import run
+from tests.live.conftest import Start
+from tests.support.commands import PATIENCE_S, free_port, last_step, run, wait_until
 
 from cleave.cli.main import main
+from cleave.events import RunStarted, read_events
 
 pytestmark = pytest.mark.timeout(400)
 TINY = ["--model", "tiny-llama", "--sequence", "32", "--batch", "2", "--devices", "1", "--eval-every", "0"]
@@ -82,3 +84,44 @@ def test_offload_auto_says_when_nothing_is_worth_sending(
     (device,) = summary["devices"]
     assert device["tasks"] == 0
     assert "offload always" in device["idle_reason"]
+
+
+def test_a_run_that_is_refused_its_directory_leaves_the_other_run_untouched(
+    tmp_path: Path, settings: str, start: Start
+) -> None:
+    out = tmp_path / "run"
+    server = start("server", "train", settings, "--devices", "1", "--out", str(out))
+    wait_until(lambda: last_step(out) >= 1, server)
+    config = (out / "config.toml").read_bytes()
+    refused = run(tmp_path, "train", "--resume", "--out", str(out), "--steps", "7")
+    assert refused.returncode == 2
+    assert str(server.pid) in refused.stderr
+    assert (out / "config.toml").read_bytes() == config
+    started = [event for event in read_events(out / "events.jsonl") if isinstance(event, RunStarted)]
+    assert len(started) == 1
+
+
+def test_wrong_input_leaves_no_run_directory_behind(tmp_path: Path) -> None:
+    assert main(["train", "--out", str(tmp_path / "run"), "--data", str(tmp_path / "missing")]) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_token_in_a_pasted_address_beats_that_of_the_environment(
+    tmp_path: Path, settings: str, start: Start
+) -> None:
+    port = free_port()
+    flags = [
+        "--listen",
+        f"127.0.0.1:{port}",
+        "--token",
+        "the-right-one",
+        "--steps",
+        "1",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    server = start("server", "train", settings, *flags)
+    wait_until(lambda: "cleave join" in (tmp_path / "server.out").read_text(), server)
+    lent = run(tmp_path, "join", f"127.0.0.1:{port}#the-right-one", "--threads", "1", token="another")
+    assert lent.returncode == 0, lent.stderr
+    assert server.wait(PATIENCE_S) == 0

@@ -17,7 +17,7 @@ from cleave.report.event_text import describe
 from cleave.report.run_figures import RunFigures
 from cleave.report.train_screen import TrainView
 
-COMMAND = "cleave join 192.168.100.200:65535#0123456789abcdefghij-_.0123456789abcdefghij-_"
+COMMAND = "cleave join '192.168.100.200:65535#0123456789abcdefghij-_.0123456789abcdefghij-_'"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 

@@ -28,6 +28,11 @@ def test_a_run_that_others_can_join_starts_no_local_devices_unless_told_to() -> 
     assert load_config(None, {"listen": "0.0.0.0:7077", "devices": 2}).local_devices == 2
 
 
+def test_the_names_of_options_are_names_of_settings(tmp_path: Path) -> None:
+    config = load_config(_file(tmp_path, "wait = 5\nalone-wait = 7\n"), {})
+    assert (config.wait_s, config.alone_wait_s) == (5.0, 7.0)
+
+
 def test_a_section_in_a_file_is_refused_with_its_name(tmp_path: Path) -> None:
     path = _file(tmp_path, "[train]\nsteps = 7\n")
     with pytest.raises(InputError, match=r"\[train\].*remove"):

@@ -422,7 +422,7 @@ def test_a_saved_byte_tokenizer_loads_as_the_models_own_with_the_same_separator(
     loaded = load_tokenizer(tmp_path)
     assert not isinstance(loaded, ByteTokenizer)
     assert (loaded.vocab_size, loaded.separator) == (256, 0)
-    text = "naïve \u20ac  two  spaces\n\ttab"
+    text = "\u0100boltiņš, naïve \u20ac  two  spaces\n\ttab"
     assert loaded.encode(text).tolist() == ByteTokenizer().encode(text).tolist()
     assert loaded.decode(loaded.encode(text)) == text
 

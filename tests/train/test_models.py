@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2Config, LlamaConfig
 
 from cleave import memory
 from cleave.core.model.shapes import named
 from cleave.errors import ModelError
-from cleave.train.models import build_model, load_directory
+from cleave.train.models import _set_dropout, build_model, load_directory
 from cleave.train.offload import families
 from cleave.train.offload.families import Description
 
@@ -95,6 +96,16 @@ def test_a_loaded_model_keeps_its_dropout_unless_told_otherwise(tmp_path: Path) 
     assert build_model(str(tmp_path), "fp32", seed=1)[0].config.dropout == 0.3
     loaded = build_model(str(tmp_path), "fp32", seed=1, dropout=0.0)[0].config
     assert (loaded.dropout, loaded.attention_dropout) == (0.0, 0.0)
+
+
+def test_dropout_is_set_in_every_part_of_a_config_and_never_silently_ignored(tmp_path: Path) -> None:
+    config = GPT2Config(attn_pdrop=0.1, resid_pdrop=0.2)
+    config.part = LlamaConfig(attention_dropout=0.3)
+    config.table = {"dropout": 0.4, "use_dropout": True, 0: "LABEL_0"}
+    assert _set_dropout(config, 0.0)
+    assert (config.attn_pdrop, config.resid_pdrop, config.part.attention_dropout) == (0.0, 0.0, 0.0)
+    assert config.table == {"dropout": 0.0, "use_dropout": True, 0: "LABEL_0"}
+    assert not _set_dropout({"hidden_size": 8}, 0.5)
 
 
 def test_a_model_too_large_for_the_server_is_refused_before_any_work(

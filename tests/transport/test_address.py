@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import shlex
+import shutil
+import subprocess
 
 import pytest
 from hypothesis import given
@@ -40,7 +42,7 @@ def test_a_device_reads_address_token_and_pin_from_the_join_command(
 
 def test_with_a_certificate_that_an_authority_signed_the_scheme_says_so() -> None:
     command = join_command("wss://train.example.org:443", token="secret", fingerprint=None)
-    assert command == "cleave join wss://train.example.org:443#secret"
+    assert command == "cleave join 'wss://train.example.org:443#secret'"
     assert parse_address(command.split()[2]).url == "wss://train.example.org:443/ws"
 
 
@@ -51,11 +53,31 @@ def test_an_address_with_a_scheme_needs_no_port(typed: str, dialed: str) -> None
     assert parse_address(typed).url == dialed
 
 
-def test_the_join_command_of_any_ipv4_server_with_a_token_of_its_own_fits_80_columns() -> None:
+def test_the_join_command_of_any_ipv4_server_on_the_usual_port_fits_80_columns() -> None:
     token = Keys().lend()
-    command = join_command("wss://255.255.255.255:65535", token=token, fingerprint=FINGERPRINT)
+    command = join_command("wss://255.255.255.255:7077", token=token, fingerprint=FINGERPRINT)
     assert len(command) <= 80
     assert "\n" not in command
+
+
+@pytest.mark.parametrize("url", ["wss://[2001:db8::1]:7077", "wss://192.168.1.20:7077", "ws://192.168.1.20:7077"])
+def test_a_shell_passes_the_join_command_on_as_it_is(url: str) -> None:
+    command = join_command(url, token="token", fingerprint=FINGERPRINT if url.startswith("wss") else None)
+    script = f"cleave() {{ printf '%s' \"$2\"; }}\n{command}\n"
+    for shell in (["sh", "-c", script], ["zsh", "-f", "-o", "extendedglob", "-c", script]):
+        if shutil.which(shell[0]):
+            seen = subprocess.run(shell, capture_output=True, text=True, check=True).stdout
+            assert parse_address(seen) == parse_address(shlex.split(command)[2])
+
+
+def test_a_quoted_address_is_read_where_the_shell_keeps_quotes() -> None:
+    assert parse_address("'host:1#token'") == parse_address("host:1#token")
+
+
+def test_an_error_about_an_address_does_not_repeat_its_secret() -> None:
+    with pytest.raises(InputError) as told:
+        parse_address("host:1#very-secret.typo")
+    assert "very-secret" not in str(told.value)
 
 
 def test_a_new_token_is_never_taken_for_an_option() -> None:
@@ -70,6 +92,7 @@ def test_a_new_token_is_never_taken_for_an_option() -> None:
         "somewhere",
         "ftp://host:1",
         "host:port",
+        "[::1:7077",
         "host:1#a b",
         "host:1#token.short",
         "host:1#sha256:12",

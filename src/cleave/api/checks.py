@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from numbers import Integral, Real
 from types import UnionType
 
 from cleave.errors import InputError
@@ -15,19 +15,19 @@ def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
 
 
 def check_count(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    if type(value) is bool or not isinstance(value, Integral) or int(value) < 1:
         raise InputError(f"expected {name} to be a whole number of at least 1, got {value!r}")
 
 
 def check_seconds(name: str, value: object) -> None:
     """Accept any positive number of seconds, infinity included."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value) or value <= 0:
+    if type(value) is bool or not isinstance(value, Real) or not float(value) > 0:
         raise InputError(f"expected {name} to be a number of seconds above 0, got {value!r}")
 
 
 def check_text(name: str, value: object, example: str) -> None:
     if not isinstance(value, str):
-        raise InputError(f"expected {name} to be a string such as {example!r}, got {value!r}")
+        raise InputError(f"expected {name} to be a string such as {example!r}, got a {type(value).__name__}")
 
 
 def check_type(value: object, kind: type | UnionType, expected: str) -> None:

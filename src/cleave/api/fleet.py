@@ -241,7 +241,7 @@ class Fleet:
         lent = self._keys.lend()
         for _ in range(count):
             number = len(self._processes) + 1
-            command = [sys.executable, "-m", "cleave", "join", self.url, "--name", f"local-{number}"]
+            command = [sys.executable, "-m", "cleave", "join", self.url, "--name", _local_name(number)]
             command += [
                 "--quiet",
                 "--with-parent",
@@ -250,7 +250,7 @@ class Fleet:
                 *(["--memory", memory] if memory else []),
             ]
             environment = {**os.environ, "CLEAVE_TOKEN": lent}
-            # In a session of its own, so that Ctrl-C reaches this process alone, which then says goodbye.
+            # In a session of its own (not on Windows), so that Ctrl-C reaches this process alone, which says goodbye.
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environment, start_new_session=True)
             self._processes.append(process)
             started.append(process.pid)
@@ -269,12 +269,14 @@ class Fleet:
         while (left_s := give_up_at - time.monotonic()) > 0:
             if self.cluster.wait_for_devices(count, min(left_s, _LOOK_S)):
                 return
-            ended = next((process for process in self._processes if process.poll() is not None), None)
-            if ended is not None:
-                raise FleetGoneError(
-                    f"a local device ended with exit code {ended.returncode} before it joined; its own message, above, "
-                    "says why"
-                )
+            self.check_open()
+            joined = {member.name for member in self.cluster.members()}
+            for number, process in enumerate(self._processes, start=1):
+                if process.poll() is not None and _local_name(number) not in joined:
+                    raise FleetGoneError(
+                        f"{_local_name(number)} ended with exit code {process.returncode} before it joined; its own "
+                        "message, above, says why"
+                    )
         raise FleetGoneError(
             f"expected {plural(count, 'device')} within {timeout_s:.0f} s, but {self.cluster.devices or 'none'} "
             "joined; start one with cleave join, or wait longer"
@@ -332,6 +334,10 @@ def _certificate(tls: Tls, directory: Path | None, host: str) -> certificate.Cer
     return certificate.own(kept, [host, _own_address()]) if tls else None
 
 
+def _local_name(number: int) -> str:
+    return f"local-{number}"
+
+
 def _check_devices(count: object, threads: object, memory: object) -> None:
     check_count("count", count)
     check_count("threads", threads)
@@ -341,7 +347,7 @@ def _check_devices(count: object, threads: object, memory: object) -> None:
 
 def _as_float32(name: str, x: np.ndarray[Any, Any] | torch.Tensor) -> np.ndarray[Any, np.dtype[np.float32]]:
     try:
-        return np.asarray(x if isinstance(x, np.ndarray) else x.detach().cpu(), dtype=np.float32)
+        return np.asarray(x if isinstance(x, np.ndarray) else x.detach().float().cpu(), dtype=np.float32)
     except (AttributeError, TypeError, ValueError):
         kind = f"{type(x).__module__}.{type(x).__qualname__}"
         raise InputError(f"expected {name} to be a numpy array or a torch tensor of numbers, got a {kind}") from None

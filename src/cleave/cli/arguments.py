@@ -80,9 +80,12 @@ def count_or_zero(text: str) -> int:
 
 def number_or_zero(text: str) -> float:
     try:
-        return 0.0 if text.strip() == "0" else positive(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}") from None
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, got {text!r}")
+    return value
 
 
 def probability(text: str) -> float:

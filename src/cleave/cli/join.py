@@ -27,8 +27,8 @@ def add_to(add: AddVerb) -> None:
         "contributes. Ctrl-C leaves cleanly. The server prints the whole command.",
         usage="cleave join ADDRESS [OPTION ...]",
         examples=(
-            "cleave join 192.168.1.20:7077#TOKEN.PIN",
-            "cleave join 192.168.1.20:7077#TOKEN.PIN --memory 2GB --threads 2",
+            "cleave join '192.168.1.20:7077#TOKEN.PIN'",
+            "cleave join '192.168.1.20:7077#TOKEN.PIN' --memory 2GB --threads 2",
             "cleave join wss://train.example.org:443 --token TOKEN",
         ),
     )
@@ -82,7 +82,7 @@ def _run_join(options: argparse.Namespace) -> None:
         memory_bytes=options.memory,
         threads=options.threads,
         name=options.name,
-        token=options.token or os.environ.get("CLEAVE_TOKEN", ""),
+        token=options.token,
         kernel=options.kernel,
         wait_s=options.wait,
         quiet=options.quiet,
@@ -96,7 +96,7 @@ def run_join(
     memory_bytes: int | None,
     threads: int | None,
     name: str | None,
-    token: str,
+    token: str | None,
     kernel: KernelChoice,
     wait_s: float,
     quiet: bool,
@@ -116,7 +116,7 @@ def run_join(
     chosen = choose_kernel(kernel, threads)
     offer = Offer(
         name=name or platform.node() or "device",
-        token=token or address.token,
+        token=token or address.token or os.environ.get("CLEAVE_TOKEN", ""),
         flops_per_s=probe.measure_flops_per_s(chosen),
         memory_bytes=probe.usable_memory_bytes(memory_bytes),
     )
@@ -139,7 +139,9 @@ async def _until_stopped(serving: Coroutine[None, None, None]) -> None:
     assert task is not None
     for name in ("SIGTERM", "SIGHUP"):
         with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):  # as on Windows
-            asyncio.get_running_loop().add_signal_handler(getattr(signal, name), task.cancel)
+            number = getattr(signal, name)
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     await serving
 
 

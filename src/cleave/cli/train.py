@@ -25,7 +25,7 @@ def add_to(add: AddVerb) -> None:
         help="train a model on a fleet",
         description="Train a model on a fleet of devices. Without arguments it is the demo: a small model, four device "
         "processes on this machine, and the sources of Python's library as text. Settings can also come from a TOML "
-        "file, under their names here with _ for - (and wait_s, alone_wait_s).",
+        "file, under their names here with _ for -.",
         usage="cleave train [RUN.toml] [OPTION ...]",
         examples=(
             "cleave train",
@@ -127,7 +127,7 @@ def _add_joining(add: Callable[..., None]) -> None:
     add(
         "--alone-wait",
         "seconds without a device before the run stops, saved",
-        "no limit if others can join, else 3600",
+        "no limit with --listen, else 3600",
         type=positive,
         dest="alone_wait_s",
         metavar="S",
@@ -164,7 +164,7 @@ def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: 
     try:
         from cleave.cli.training_run import TrainingRun
         from cleave.train import loop
-    except ImportError as fault:
+    except ModuleNotFoundError as fault:
         command = install_command("train")
         raise InputError(f"training needs {fault.name}, which is not installed; install it with: {command}") from None
     run = TrainingRun(config, directory)
@@ -218,7 +218,8 @@ def _run_directory(run_file: str | None, overrides: Mapping[str, object], *, res
 
 def _check_writable(directory: Path) -> None:
     """Fail before a model is built, not after."""
-    existing = next(path for path in (directory, *directory.absolute().parents) if path.exists())
+    paths = (directory, *directory.absolute().parents)
+    existing = next((path for path in paths if os.path.exists(path)), Path())  # noqa: PTH110
     if not existing.is_dir():
         raise InputError(f"cannot write the run to {directory}: {existing} is a file; give another --out")
     if not os.access(existing, os.W_OK | os.X_OK):

@@ -40,6 +40,7 @@ class TrainingRun:
         self._log: EventLog | None = None
         self._pending: list[AnyEvent] = []
         self._lock = threading.RLock()
+        run_files.claim(directory)  # before anything is written there
 
     def observe(self, event: AnyEvent) -> None:
         """Write an event to the screen and to the log, which is opened once the run's directory exists."""
@@ -59,7 +60,6 @@ class TrainingRun:
         from cleave.api.training import distribute
 
         config = self._config
-        run_files.claim(self._directory)
         keys, token = run_keys(config, self._directory)
         self.fleet = fleet = Fleet(
             config.address,
@@ -72,7 +72,7 @@ class TrainingRun:
             listener=self.observe,
             alone=config.alone,
             trust=config.trust,
-            alone_wait_s=config.alone_wait_s or (settings.ALONE_WAIT_S if _is_local(config.address) else math.inf),
+            alone_wait_s=config.alone_wait_s or (settings.ALONE_WAIT_S if config.listen is None else math.inf),
         )
         run_files.claim(self._directory, fleet.public_url)
         suffix = " with their token" if not keys.is_open else ""

@@ -235,13 +235,14 @@ def unused_gpu(kernel: Kernel) -> str | None:
     if find_spec("torch") is None:
         advice = f"computing on its GPU needs torch: {install_command('train', 'torch')}"
     else:
-        advice = "torch does not see its GPU: install a torch build for it, and check the driver with nvidia-smi"
+        advice = "torch does not see it: install a torch build for this GPU, and check its driver"
     return f"this machine has a GPU but computes on its processor; {advice}, then join again"
 
 
 _NVIDIA = Path("/dev/nvidia0")
+_WSL = Path("/dev/dxg")
 
 
 def _may_have_gpu() -> bool:
     """Guess without importing torch, which takes seconds and hundreds of megabytes."""
-    return _NVIDIA.exists() or (platform.system() == "Darwin" and platform.machine() == "arm64")
+    return _NVIDIA.exists() or _WSL.exists() or (platform.system() == "Darwin" and platform.machine() == "arm64")

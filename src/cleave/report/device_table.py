@@ -31,7 +31,7 @@ class DeviceRow(Protocol):
     def rates(self) -> tuple[float, float, float]: ...
 
 
-# In the order they are dropped from, last first: heading, cell, and whether it is the first to go.
+# Headings and cells; where they do not fit, the last columns are dropped first.
 _COLUMNS: tuple[tuple[str, Callable[[DeviceRow], str]], ...] = (
     ("tasks", lambda device: f"{device.tasks:,}"),
     ("work", lambda device: si(device.done_flops, "FLOP")),

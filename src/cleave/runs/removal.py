@@ -14,12 +14,17 @@ from pathlib import Path
 from typing import Final
 
 from cleave.errors import InputError
+from cleave.events import RunFinished, read_events
 from cleave.run_files import EVENTS, SETTINGS, running
 from cleave.runs.reading import CHECKPOINTS, MODEL, is_run, size_bytes
 
 _CHECKPOINT: Final = re.compile(r"(\.(partial|replaced|removed)-)?step-\d{6,}")
 _TENSORBOARD: Final = re.compile(r"events\.out\.tfevents\..*")
-_PARTS: Final = (f".partial-{MODEL}", MODEL, "keys.json", "tls.pem", "certificate.pem", "server.json")
+_EXPORTED: Final = re.compile(
+    r"(model.*\.safetensors(\.index\.json)?|config\.json|generation_config\.json|tokenizer.*|special_tokens_map\.json"
+    r"|added_tokens\.json|vocab\..*|merges\.txt|.*\.model|chat_template\.jinja)"
+)
+_PARTS: Final = (f".partial-{MODEL}", "keys.json", "tls.pem", "server.json")
 _LAST: Final = (EVENTS, SETTINGS)
 
 
@@ -39,6 +44,7 @@ def plan_removal(run: Path, *, checkpoints_only: bool) -> Removal:
     """List what to remove from a run; raise InputError if it must not be touched."""
     if run.is_symlink():
         raise InputError(f"{run} is a link; give the directory it leads to, {run.resolve()}")
+    run = run.resolve()
     if not is_run(run):
         raise InputError(f"{run} is not a run: expected {SETTINGS} and {EVENTS} in it; nothing was removed")
     _check_idle(run)
@@ -47,8 +53,9 @@ def plan_removal(run: Path, *, checkpoints_only: bool) -> Removal:
     if not checkpoints_only:
         tensorboard = run / "tensorboard"
         names = [name for part in (*_PARTS, *_LAST) for name in (f".{part}.partial", part)]
-        targets += [*_matching(tensorboard, _TENSORBOARD), *(run / name for name in names)]
-        emptied += [tensorboard, run]
+        exported = _matching(run / MODEL, _EXPORTED) if _has_exported(run) else []
+        targets += [*_matching(tensorboard, _TENSORBOARD), *exported, *(run / name for name in names)]
+        emptied += [tensorboard, *([run / MODEL] if exported else []), run]
     existing = tuple(path for path in targets if path.is_symlink() or path.exists())
     return Removal(
         run=run, targets=existing, emptied=tuple(emptied), size_bytes=sum(size_bytes(path) for path in existing)
@@ -79,6 +86,12 @@ def _check_idle(run: Path) -> None:
         raise InputError(f"{run} is running, as process {claim.pid}; stop it before removing anything")
     advice = "stop it there, or delete server.json in that directory if it has ended"
     raise InputError(f"{run} is in use by process {claim.pid} on {claim.host}, unseen from here; {advice}")
+
+
+def _has_exported(run: Path) -> bool:
+    """Whether the run finished once, and so wrote its model; another `model` beside it is not ours."""
+    finished = (event for event in read_events(run / EVENTS) if isinstance(event, RunFinished))
+    return any(event.reason == "done" for event in finished)
 
 
 def _matching(directory: Path, pattern: re.Pattern[str]) -> list[Path]:

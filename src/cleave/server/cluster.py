@@ -128,7 +128,7 @@ class Cluster:
         self._products = self._products_then = 0
         self._is_unused = False
         self._is_closed = False
-        self._waiting_s = 0.0
+        self._waiting_lock, self._waiting, self._waiting_since, self._waiting_s = threading.Lock(), 0, 0.0, 0.0
 
     # -------------------------------------------------------------------------------------------- work
 
@@ -212,12 +212,18 @@ class Cluster:
         self._driver.post_soon(RunSubmitted(run))
 
     def wait(self, future: Future[_Result]) -> _Result:
-        """Return a future's result; the time it takes counts as waiting."""
-        started = time.perf_counter()
+        """Return a future's result; time in which at least one thread is in here counts as waiting."""
+        with self._waiting_lock:
+            if not self._waiting:
+                self._waiting_since = time.perf_counter()
+            self._waiting += 1
         try:
             return future.result()
         finally:
-            self._waiting_s += time.perf_counter() - started
+            with self._waiting_lock:
+                self._waiting -= 1
+                if not self._waiting:
+                    self._waiting_s += time.perf_counter() - self._waiting_since
 
     def _check_open(self) -> None:
         if self._is_closed:

@@ -233,8 +233,7 @@ class Connection:
         """Tell a device why it has no work: plans leave out devices that would make the others wait."""
         member, now = self.member, self._loop.time()
         if self._ledger.unfinished(self.device) or member.tasks != self._tasks_then:
-            self._idle_since, self._was_told_idle, member.idle_reason = now, False, ""
-            self._tasks_then, self._runs_then = member.tasks, self._runs_so_far()
+            self.forget_idleness()
         has_missed_some = self._runs_so_far() - self._runs_then > 1
         if now - self._idle_since > _IDLE_S and has_missed_some and not self._was_told_idle:
             reason = (
@@ -244,6 +243,11 @@ class Connection:
             )
             self._listener(events.DeviceIdle(device=self.device, reason=reason))
             self.tell_idle(reason)
+
+    def forget_idleness(self) -> None:
+        """Start over: the device has work, or may get some."""
+        self._idle_since, self._was_told_idle, self.member.idle_reason = self._loop.time(), False, ""
+        self._tasks_then, self._runs_then = self.member.tasks, self._runs_so_far()
 
     def tell_idle(self, reason: str) -> None:
         """Tell the device why it has no work."""

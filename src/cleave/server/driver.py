@@ -127,8 +127,11 @@ class Driver:
 
     def _tell_idle(self, reason: str) -> None:
         self._idle_reason = reason
-        for connection in self._connections.values() if reason else ():
-            connection.tell_idle(reason)
+        for connection in self._connections.values():
+            if reason:
+                connection.tell_idle(reason)
+            else:
+                connection.forget_idleness()
 
     def _release(self, operands: tuple[OperandId, ...]) -> None:
         """Release operands that are no longer referenced; called by the garbage collector, in any thread."""

@@ -74,9 +74,9 @@ class ByteTokenizer:
         fast = Tokenizer(models.BPE(vocab={spelling[byte]: byte for byte in range(256)}, merges=[]))
         fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         fast.decoder = decoders.ByteLevel()
-        PreTrainedTokenizerFast(
-            tokenizer_object=fast, eos_token=spelling[self.separator], clean_up_tokenization_spaces=False
-        ).save_pretrained(str(directory))
+        # It names no special tokens: they would be found in texts, too.
+        saved = PreTrainedTokenizerFast(tokenizer_object=fast, clean_up_tokenization_spaces=False)
+        saved.save_pretrained(str(directory))
 
 
 class ModelTokenizer:

@@ -109,7 +109,7 @@ def run(
             weights="fresh" if model_directory is None else "pretrained",
             tokenizer="bytes" if isinstance(tokenizer, ByteTokenizer) else "model",
         )
-        reason = trainer.train(wrap(model), stack.enter_context(Interrupts()))
+        reason = trainer.train(trainer.wrapped(wrap), stack.enter_context(Interrupts()))
         exported, prompt, sample = None, "", ""
         if reason == "done":
             exported = _export(model, tokenizer, run_directory)
@@ -193,6 +193,16 @@ class _Trainer:
             self._observe(Resumed(step=found.step, path=str(found.path)))
         elif resume:
             self._observe(Note(text="there is no checkpoint yet, so the run starts from its first step"))
+
+    def wrapped(self, wrap: Callable[[torch.nn.Module], torch.nn.Module]) -> torch.nn.Module:
+        """Distribute the model; a failure ends the run."""
+        try:
+            return wrap(self._model)
+        except BaseException as fault:
+            reason = "interrupted" if isinstance(fault, KeyboardInterrupt) else str(fault) or type(fault).__name__
+            losses = self._position.losses
+            self._observe(RunFinished(step=self._position.step, loss=losses[-1] if losses else None, reason=reason))
+            raise
 
     def train(self, forward: torch.nn.Module, interrupts: Interrupts) -> str:
         """Train to the last step; return `done`, or `interrupted` with a checkpoint of the last finished step."""

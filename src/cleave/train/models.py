@@ -13,18 +13,21 @@ import reprlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from cleave import memory
 from cleave.core.model.shapes import PRESET_NAMES, ModelShape, named
 from cleave.errors import ModelError
 from cleave.train.data import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Dtype = Literal["fp32", "bf16"]
 
@@ -216,8 +219,8 @@ def _from_pretrained(
         config = AutoConfig.from_pretrained(source, local_files_only=local_files_only)
         if isinstance(dtype, torch.dtype):  # to be trained
             _check_memory(source, config, next(key for key, value in TORCH_DTYPES.items() if value == dtype))
-        if dropout is not None:
-            _set_dropout(config, dropout)
+        if dropout is not None and not _set_dropout(config, dropout) and dropout > 0:
+            raise ModelError(f"{source} has no dropout to set, but --dropout is {dropout:g}; leave it out")
         return AutoModelForCausalLM.from_pretrained(
             source, config=config, dtype=dtype, local_files_only=local_files_only
         )
@@ -228,11 +231,17 @@ def _from_pretrained(
         raise ModelError(f"cannot load a causal language model from {source}: {cause}; check its files") from fault
 
 
-def _set_dropout(config: PreTrainedConfig, probability: float) -> None:
-    """Set every dropout probability in a config, whatever its family calls it."""
-    for name, value in config.to_dict().items():
-        if ("dropout" in name or name.endswith("_pdrop")) and isinstance(value, int | float):
-            setattr(config, name, probability)
+def _set_dropout(config: Any, probability: float) -> bool:
+    """Set every dropout probability in a config and its parts, whatever a family calls it; return if there was any."""
+    fields: dict[str, Any] = config if isinstance(config, dict) else vars(config)
+    found = False
+    for name, value in list(fields.items()):
+        if isinstance(value, dict) or hasattr(value, "to_dict"):
+            found |= _set_dropout(value, probability)
+        elif type(value) in (int, float) and ("dropout" in str(name) or str(name).endswith("_pdrop")):
+            fields[name] = probability
+            found = True
+    return found
 
 
 def _check_memory(name: str, config: PreTrainedConfig, dtype: Dtype) -> None:

@@ -45,14 +45,14 @@ def parse_address(text: str) -> Address:
 
     Only wss:// and https:// may lack the port: 443, as on the web, where a reverse proxy listens.
     """
-    bare, _, secret = text.strip().partition("#")
-    token, pin = _parse_secret(secret, text)
-    parts = urlsplit(bare if "://" in bare else f"{'wss' if pin else 'ws'}://{bare}")
+    bare, _, secret = text.strip().strip("'\"").partition("#")  # some shells leave quotes in place
+    token, pin = _parse_secret(secret, bare)
     try:
-        port = parts.port or (443 if bare.startswith(("wss://", "https://")) else None)
+        parts = urlsplit(bare if "://" in bare else f"{'wss' if pin else 'ws'}://{bare}")
+        port = 443 if parts.port is None and bare.startswith(("wss://", "https://")) else parts.port
     except ValueError:
-        port = None
-    if parts.scheme not in _SCHEMES or not parts.hostname or port is None:
+        raise InputError(f"{_EXPECTED.format(bare)}; copy the join command that the server prints") from None
+    if parts.scheme not in _SCHEMES or not parts.hostname or not port:
         raise InputError(f"{_EXPECTED.format(bare)}; copy the join command that the server prints")
     path = parts.path.rstrip("/") or "/ws"
     return Address(url=urlunsplit((_SCHEMES[parts.scheme], parts.netloc, path, "", pin)), token=token)
@@ -61,6 +61,7 @@ def parse_address(text: str) -> Address:
 def join_command(url: str, *, token: str, fingerprint: str | None) -> str:
     """Format the command that joins a server at ws://host:port or wss://host:port, on one line.
 
+    The address is quoted where needed: some shells read # or the brackets of IPv6 addresses as patterns.
     `fingerprint` is the SHA-256 of a self-signed certificate, in hex. A token that a person chose freely does not fit
     into an address and is passed as an option.
     """
@@ -68,29 +69,35 @@ def join_command(url: str, *, token: str, fingerprint: str | None) -> str:
     if fingerprint is not None:
         bare = url.removeprefix("wss://")
         if fits and token:
-            return f"cleave join {bare}#{token}.{_short(fingerprint)}"
+            return f"cleave join {shlex.quote(f'{bare}#{token}.{_short(fingerprint)}')}"
         address = f"{url}#sha256:{fingerprint}"
     else:
         address = url.removeprefix("ws://")
         if fits and token:
-            return f"cleave join {address}#{token}"
-    return f"cleave join {address}" + (f" --token={shlex.quote(token)}" if token else "")
+            return f"cleave join {shlex.quote(f'{address}#{token}')}"
+    return f"cleave join {shlex.quote(address)}" + (f" --token={shlex.quote(token)}" if token else "")
 
 
-def _parse_secret(secret: str, text: str) -> tuple[str, str]:
-    """Split what follows # into the token and the expected fingerprint, as `sha256:HEX`; either may be empty."""
+def _parse_secret(secret: str, bare: str) -> tuple[str, str]:
+    """Split what follows # into the token and the expected fingerprint, as `sha256:HEX`; either may be empty.
+
+    Errors do not repeat it: logs keep them.
+    """
     if not secret:
         return "", ""
     if secret.startswith("sha256:"):
         if _FINGERPRINT.fullmatch(secret) is None:
             digits = len(secret.removeprefix("sha256:"))
             raise InputError(
-                f"expected sha256: and 64 hexadecimal digits after # in {text!r}, got {digits}; copy the whole address"
+                f"expected sha256: and 64 hexadecimal digits after {bare}#, got {digits}; copy the whole address"
             )
         return "", secret.lower()
     token, dot, pin = secret.partition(".")
     if not _PLAIN_TOKEN.fullmatch(token) or (dot and not _PIN.fullmatch(pin)):
-        raise InputError(f"expected TOKEN or TOKEN.PIN after # in {text!r}, got {secret!r}; copy the whole address")
+        raise InputError(
+            f"expected TOKEN or TOKEN.PIN after {bare}#, got {len(secret)} characters that are neither; copy the whole "
+            "address"
+        )
     return token, f"sha256:{base64.urlsafe_b64decode(pin + '==').hex()}" if dot else ""
 
 

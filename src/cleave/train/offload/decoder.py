@@ -193,6 +193,7 @@ class _Runner:
         self._stacks: dict[bool, Decoder] = {}
         self._thread_state = threading.local()
         self._overlap: Overlap | None = None
+        self._has_run = False
 
     def overlap_with(self, optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter]) -> None:
         self._overlap = Overlap(optimizer, self._weights, parameters)
@@ -263,6 +264,7 @@ class _Runner:
         choice = self._fleet.choose_pass(work, self._local, must=self._must)
         if not choice.is_resident:
             return None
+        self._has_run = True
         output = run(
             self._fleet,
             self._weights,
@@ -298,8 +300,11 @@ class _Runner:
         )  # the identical object, which the fleet may have cached
 
     def decline(self, reason: str) -> None:
-        """Report why the layers are computed product by product."""
-        self._tell_once(GrainChosen(grain="gemm", reason=f"layers cannot stay on devices: {reason}"))
+        """Report why the layers are computed product by product: from the start, or for one batch among others."""
+        if self._has_run:
+            self._tell_once(Note(text=f"a batch was computed product by product, not by resident layers: {reason}"))
+        else:
+            self._tell_once(GrainChosen(grain="gemm", reason=f"layers cannot stay on devices: {reason}"))
 
     def _tell_once(self, event: GrainChosen | Note) -> None:
         if event not in self._told:
