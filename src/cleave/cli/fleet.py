@@ -44,7 +44,12 @@ def add_to(add: AddVerb) -> None:
     sample.add_argument("--json", action="store_true", help="print a description as JSON; requires --out")
     sample.set_defaults(run=_run_sample)
 
-    show = actions.add_parser("show", help="describe a fleet", examples=("cleave fleet show fleet.csv",))
+    show = actions.add_parser(
+        "show",
+        help="describe a fleet",
+        description="Describe a fleet: compute, links, memory, power.",
+        examples=("cleave fleet show fleet.csv",),
+    )
     show.add_argument("fleet", metavar="FLEET.csv", help="device profiles, one per line")
     show.add_argument("--json", action="store_true", help="print the description as JSON")
     show.set_defaults(run=_run_show)

@@ -39,9 +39,17 @@ def add_to(add: AddVerb) -> None:
         help="device: may join; admin: may read the run's status (default: device)",
     )
     add_action.set_defaults(run=_run_token_add)
-    list_action = actions.add_parser("list", help="list the run's tokens by their ids")
+    list_action = actions.add_parser(
+        "list",
+        help="list the run's tokens by their ids",
+        description="List the run's tokens by their ids, with their roles and whether they are still valid.",
+    )
     list_action.set_defaults(run=_run_token_list)
-    revoke_action = actions.add_parser("revoke", help="revoke a token and disconnect the devices that joined with it")
+    revoke_action = actions.add_parser(
+        "revoke",
+        help="revoke a token and disconnect the devices that joined with it",
+        description="Revoke a token for good. Devices that joined with it are disconnected within seconds.",
+    )
     revoke_action.add_argument("id", metavar="ID", help="as shown by list")
     revoke_action.set_defaults(run=_run_token_revoke)
     for action in (add_action, list_action, revoke_action):
