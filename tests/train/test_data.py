@@ -21,17 +21,15 @@ from pyarrow import parquet
 from cleave.errors import InputError
 from cleave.train.data import (
     Batches,
-    ByteTokenizer,
     Corpus,
-    ModelTokenizer,
     evaluation_batches,
     library_documents,
     library_sources,
-    load_tokenizer,
     open_corpus,
     read_documents,
     split,
 )
+from cleave.train.tokens import ByteTokenizer, ModelTokenizer, load_tokenizer
 
 steady = settings(deadline=None, derandomize=True, max_examples=60)
 sequences = st.integers(1, 9)

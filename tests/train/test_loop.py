@@ -24,9 +24,11 @@ from cleave.config import TrainConfig, load_config
 from cleave.errors import CleaveError, InputError, ModelError
 from cleave.events import AnyEvent, CheckpointSaved, Evaluated, Note, Resumed, RunFinished, RunStarted, StepDone
 from cleave.train import checkpoint, saving
-from cleave.train.data import Batches, ByteTokenizer, open_corpus, split
-from cleave.train.loop import Traffic, learning_rate, run
+from cleave.train.data import Batches, open_corpus, split
+from cleave.train.loop import Traffic, run
 from cleave.train.models import build_model, generate_text
+from cleave.train.optimizer import learning_rate
+from cleave.train.tokens import ByteTokenizer
 
 Limit = Callable[[int | None], None]
 

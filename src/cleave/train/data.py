@@ -1,9 +1,8 @@
 # pyright: standard
-"""The input pipeline: text to tokens to batches.
+"""The input pipeline: files to documents to batches of tokens.
 
-Documents come from files, tokens from the model's own tokenizer or from plain bytes, and a batch is a pure function of
-its index, so the data position of a run is one number. Knows nothing of models, steps or devices and needs no torch;
-transformers and pyarrow are imported only if a tokenizer or a parquet file needs them.
+A batch is a pure function of its index, so the data position of a run is one number. Knows nothing of models, steps or
+devices and needs no torch; `tokens.py` has the tokenizers, and pyarrow is imported only if a parquet file needs it.
 """
 
 from __future__ import annotations
@@ -15,138 +14,23 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cleave.errors import InputError
 from cleave.extras import install_command
+from cleave.train.tokens import Tokenizer, Tokens, token_type
 
 if TYPE_CHECKING:
     import pyarrow
-    from transformers import PreTrainedTokenizerBase
 
-Tokens = NDArray[np.uint16 | np.uint32]
 Ints = NDArray[np.int64]
 
-_TOKENIZER_FILES: Final = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _TEXT_KEYS: Final = ("text", "content")
 _SNIFFED_BYTES: Final = 1 << 16
-_PIECE_CHARACTERS: Final = 1 << 20
 _PARQUET_ROWS: Final = 256
-
-
-class Tokenizer(Protocol):
-    """Text to token numbers below `vocab_size` and back; `separator` goes between documents."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def separator(self) -> int: ...
-    def encode(self, text: str) -> Tokens: ...
-    def decode(self, tokens: NDArray[np.integer]) -> str: ...
-    def save(self, directory: Path) -> None:
-        """Write it for `AutoTokenizer.from_pretrained`."""
-        ...
-
-
-class ByteTokenizer:
-    """One token per UTF-8 byte; byte 0 separates documents, so NULs in a text are dropped."""
-
-    def __init__(self) -> None:
-        self.vocab_size: Final = 256
-        self.separator: Final = 0
-
-    def encode(self, text: str) -> Tokens:
-        raw = text.replace("\0", "").encode("utf-8", errors="replace")
-        return np.frombuffer(raw, dtype=np.uint8).astype(np.uint16)
-
-    def decode(self, tokens: NDArray[np.integer]) -> str:
-        return tokens.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
-
-    def save(self, directory: Path) -> None:
-        """Write an equivalent Hugging Face tokenizer: byte-level BPE without merges, whose token numbers are bytes."""
-        from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-        from transformers import PreTrainedTokenizerFast
-
-        spelling = _byte_spelling()
-        fast = Tokenizer(models.BPE(vocab={spelling[byte]: byte for byte in range(256)}, merges=[]))
-        fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        fast.decoder = decoders.ByteLevel()
-        # It names no special tokens: they would be found in texts, too.
-        saved = PreTrainedTokenizerFast(tokenizer_object=fast, clean_up_tokenization_spaces=False)
-        saved.save_pretrained(str(directory))
-
-
-class ModelTokenizer:
-    """A Hugging Face tokenizer. It adds no special tokens, and treats one spelled out in a text as plain text."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        # Token numbers may have gaps, so the largest can exceed the count.
-        self.vocab_size: Final = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=0))
-        ends = (tokenizer.eos_token_id, tokenizer.bos_token_id)
-        self.separator: Final = next((end for end in ends if isinstance(end, int)), 0)
-
-    def encode(self, text: str) -> Tokens:
-        tokens: list[int] = []
-        for piece in _pieces(text):
-            piece = piece.encode("utf-8", errors="replace").decode("utf-8")  # replaces lone surrogates
-            tokens += self._tokenizer.encode(piece, add_special_tokens=False, split_special_tokens=True, verbose=False)
-        return np.array(tokens, dtype=_token_type(self.vocab_size))
-
-    def decode(self, tokens: NDArray[np.integer]) -> str:
-        text = self._tokenizer.decode(tokens.tolist(), clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
-
-    def save(self, directory: Path) -> None:
-        self._tokenizer.save_pretrained(str(directory))
-
-
-def load_tokenizer(model_directory: Path | None) -> Tokenizer:
-    """Load the model's own tokenizer if its directory has one, else use bytes. Never touches the network."""
-    if model_directory is None:
-        return ByteTokenizer()
-    if not model_directory.is_dir():
-        raise InputError(f"there is no model directory {model_directory}; correct --model")
-    if not any((model_directory / name).is_file() for name in _TOKENIZER_FILES):
-        return ByteTokenizer()
-    from transformers import AutoTokenizer
-
-    advice = "complete its files, or remove them to train on bytes"
-    try:
-        loaded = AutoTokenizer.from_pretrained(str(model_directory), local_files_only=True)
-    except Exception as fault:  # third-party parsers on third-party files raise anything
-        cause = " ".join(str(fault).split())[:200] or type(fault).__name__
-        raise InputError(f"cannot load the tokenizer in {model_directory}: {cause}; {advice}") from fault
-    tokenizer = ModelTokenizer(loaded)
-    if tokenizer.encode("text").size == 0:
-        raise InputError(f"the tokenizer in {model_directory} has no vocabulary; {advice}")
-    return tokenizer
-
-
-def _pieces(text: str) -> Iterator[str]:
-    """Cut a text at line ends, as a tokenizer needs a hundred bytes of working memory per byte of text."""
-    start = 0
-    while start < len(text):
-        stop = start + _PIECE_CHARACTERS
-        if stop < len(text):
-            stop = text.rfind("\n", start, stop) + 1 or stop
-        yield text[start:stop]
-        start = stop
-
-
-def _byte_spelling() -> list[str]:
-    """Return the character by which byte-level tokenizers write each byte: itself if visible, else one from U+0100."""
-    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
-
-
-def _token_type(vocab_size: int) -> type[np.uint16 | np.uint32]:
-    return np.uint16 if vocab_size <= 1 << 16 else np.uint32
 
 
 def read_documents(path: Path) -> Iterator[str]:
@@ -315,7 +199,7 @@ def open_corpus(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
 
     One buffer grows in place, so memory holds the tokens once, plus one document.
     """
-    kind = _token_type(tokenizer.vocab_size)
+    kind = token_type(tokenizer.vocab_size)
     separator = kind(tokenizer.separator).tobytes()
     joined = bytearray()
     for document in documents:

@@ -32,12 +32,9 @@ from cleave.train import saving
 from cleave.train.checkpoint import Checkpoint, Position, RandomState
 from cleave.train.data import (
     Batches,
-    ByteTokenizer,
     Corpus,
-    Tokenizer,
     evaluation_batches,
     library_documents,
-    load_tokenizer,
     open_corpus,
     read_documents,
     split,
@@ -45,7 +42,9 @@ from cleave.train.data import (
 from cleave.train.interrupts import Interrupts
 from cleave.train.models import build_model, export, generate_text, load_directory, positions
 from cleave.train.offload import decoder
+from cleave.train.optimizer import adamw, learning_rate
 from cleave.train.tensorboard import with_tensorboard
+from cleave.train.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,15 +119,6 @@ def run(
         return trainer.summary(reason, exported, prompt, sample)
 
 
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Learning rate of a step, counted from 1: linear warm-up, then cosine decay to the minimum at the last step."""
-    if step <= config.warmup_steps:
-        return config.learning_rate * step / config.warmup_steps
-    progress = min(1.0, (step - config.warmup_steps) / max(1, config.steps - config.warmup_steps))
-    floor = config.minimum_learning_rate_share
-    return config.learning_rate * (floor + (1 - floor) * (1 + math.cos(math.pi * progress)) / 2)
-
-
 class _Trainer:
     """The mutable state of a run: parameters, optimizer, and the position that matches them."""
 
@@ -146,7 +136,7 @@ class _Trainer:
         self._config, self._directory, self._observe, self._traffic = config, run_directory, observe, traffic
         self._model = model
         self._forward: torch.nn.Module = model
-        self._optimizer = _adamw(config, model)
+        self._optimizer = adamw(config, model)
         self._batches = Batches(training, config.sequence, config.batch, config.seed)
         self._evaluation = evaluation
         self._evaluated: tuple[int, float | None] = (-1, None)
@@ -399,12 +389,3 @@ def _export(model: PreTrainedModel, tokenizer: Tokenizer, run_directory: Path) -
 def _prompt(text: str) -> str:
     """Return two whole lines, or the first characters of a text without line ends."""
     return "".join(text.splitlines(keepends=True)[1:3]) or text[:40]
-
-
-def _adamw(config: TrainConfig, model: torch.nn.Module) -> torch.optim.AdamW:
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [one for one in parameters if one.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [one for one in parameters if one.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=config.betas, fused=True)

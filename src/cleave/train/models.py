@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from cleave import memory
 from cleave.core.model.shapes import PRESET_NAMES, ModelShape, named
 from cleave.errors import ModelError
-from cleave.train.data import Tokenizer
+from cleave.train.tokens import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
