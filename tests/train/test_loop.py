@@ -25,6 +25,7 @@ from cleave.errors import CleaveError, InputError, ModelError
 from cleave.events import AnyEvent, CheckpointSaved, Evaluated, Note, Resumed, RunFinished, RunStarted, StepDone
 from cleave.train import checkpoint, saving
 from cleave.train.data import Batches, open_corpus, split
+from cleave.train.interrupts import Interrupts
 from cleave.train.loop import Traffic, run
 from cleave.train.models import build_model, generate_text
 from cleave.train.optimizer import learning_rate
@@ -283,6 +284,14 @@ def test_an_interrupt_that_python_swallows_in_a_finalizer_is_not_lost(config: Tr
 
     summary = train(config, tmp_path / "run", wrap=before_forward(3, strike))
     assert (summary.reason, summary.step) == ("interrupted", 3)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_an_interrupt_that_python_swallows_ends_a_wait_without_end() -> None:
+    with Interrupts(remind_s=0.05):
+        weakref.finalize(lambda: None, signal.raise_signal, signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            threading.Event().wait()
 
 
 def test_a_second_interrupt_waits_for_the_first_ones_save(config: TrainConfig, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import math
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -57,6 +58,7 @@ _UNUSED = (
     "the server alone is predicted to be faster ({}); offload always uses the devices anyway, and a larger batch or "
     "faster links may make them worth while"
 )
+_WAIT_S = 1.0
 _Result = TypeVar("_Result")
 
 log = logging.getLogger(__name__)
@@ -218,6 +220,9 @@ class Cluster:
                 self._waiting_since = time.perf_counter()
             self._waiting += 1
         try:
+            while not future.done():
+                with suppress(TimeoutError):  # in short waits, as Windows does not interrupt a long one
+                    future.result(_WAIT_S)
             return future.result()
         finally:
             with self._waiting_lock:
