@@ -54,6 +54,7 @@ bench-step-planner: .venv/ready
 	$(BIN)/python benchmarks/run.py benchmarks/scenarios/step_planner.toml
 
 .venv/ready: pyproject.toml constraints.txt
+	@echo "installing into .venv, which takes a few minutes the first time"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip -c constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dev]'

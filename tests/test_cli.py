@@ -304,6 +304,21 @@ def test_a_flag_out_of_range_names_the_range(
     assert [fact for fact in facts if fact not in told] == []
 
 
+@pytest.mark.parametrize(
+    ("arguments", "verb", "near"),
+    [(["train", "--modle", "x"], "cleave train", "--model"), (["token", "add", "--rle"], "cleave token add", "--role")],
+)
+def test_an_unknown_option_is_named_with_its_verb_and_the_nearest_one(
+    arguments: list[str], verb: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"{verb}: ")
+    assert near in told
+
+
 def test_a_country_without_link_data_is_answered_with_those_that_have_some(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fleet", "sample", "--mix", "phone=1", "--country", "de"]) == 2
     told = capsys.readouterr().err

@@ -61,6 +61,17 @@ def test_a_claim_holds_until_it_is_released(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.rglob("*")] == ["used", "config.toml"]
 
 
+def test_the_newest_run_is_a_preferred_one_if_there_is_any(tmp_path: Path) -> None:
+    assert run_files.newest_run(tmp_path) is None
+    for number, name in enumerate(("old", "new")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").touch()
+        os.utime(tmp_path / name / "config.toml", (number, number))
+    assert run_files.newest_run(tmp_path) == tmp_path / "new"
+    assert run_files.newest_run(tmp_path, prefer=lambda run: run.name == "old") == tmp_path / "old"
+    assert run_files.newest_run(tmp_path, prefer=lambda run: False) == tmp_path / "new"
+
+
 def test_a_process_may_renew_its_own_claim(tmp_path: Path) -> None:
     run_files.claim(tmp_path / "made" / "on the way", None)
     run_files.claim(tmp_path / "made" / "on the way", URL)

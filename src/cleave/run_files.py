@@ -14,6 +14,7 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Final
@@ -82,9 +83,10 @@ def _changed_ns(path: Path) -> int:
         return 0
 
 
-def newest_run(home: Path | None = None) -> Path | None:
-    """Return the run directory whose settings were written last; None if there is none."""
-    return next(iter(find_runs(home)), None)
+def newest_run(home: Path | None = None, *, prefer: Callable[[Path], bool] = lambda run: True) -> Path | None:
+    """Return the run directory whose settings were written last, a preferred one if there is any; None without runs."""
+    runs = find_runs(home)
+    return next((run for run in runs if prefer(run)), next(iter(runs), None))
 
 
 # --------------------------------------------------------------------------------------------------------- claims

@@ -269,6 +269,13 @@ def test_the_settings_file_stays_intact_on_a_full_disk(config: TrainConfig, tmp_
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".")]
 
 
+def test_a_finished_run_is_not_resumed_but_trains_on_with_more_steps(config: TrainConfig, tmp_path: Path) -> None:
+    train(replace(config, steps=1), tmp_path / "run")
+    with pytest.raises(InputError, match=r"1 of 1 steps.*--steps"):
+        train(replace(config, steps=1), tmp_path / "run", resume=True)
+    assert train(replace(config, steps=2), tmp_path / "run", resume=True).step == 2
+
+
 def test_a_run_with_damaged_checkpoints_does_not_start_over(config: TrainConfig, tmp_path: Path) -> None:
     train(replace(config, steps=1), tmp_path / "run")
     (checkpoint.path_of(tmp_path / "run", 1) / "state.json").unlink()

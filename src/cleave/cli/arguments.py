@@ -6,6 +6,7 @@ A bad value ends the command with one sentence and exit code 2. Help has groups,
 from __future__ import annotations
 
 import argparse
+import difflib
 import math
 import shutil
 import textwrap
@@ -32,6 +33,15 @@ class Parser(argparse.ArgumentParser):
         if description is not None:
             wrapped = textwrap.fill(description, min(shutil.get_terminal_size().columns - 2, _MOST_COLUMNS))
         super().__init__(description=wrapped, epilog=epilog, formatter_class=_Help, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Reject an unknown argument in the name of the verb it was given to, with the nearest option."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            known = list(self._option_string_actions)
+            near = difflib.get_close_matches(unknown[0].partition("=")[0], known, n=1)
+            self.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
+        return options, unknown
 
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")

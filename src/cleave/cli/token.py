@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from cleave.cli.arguments import AddVerb, Parser
 from cleave.errors import InputError
@@ -74,9 +75,9 @@ def run_token_add(*, out: str | None, role: Role, as_json: bool) -> None:
     directory = _directory(out)
     key, token = _keys_of(directory, must_exist=False).add(role)
     command = _join_command(directory, token) if role == "device" else None
-    lines = [f"{role} token {key.id}: {token}"]
+    lines = [f"{role} token {key.id} of {directory}: {token}"]
     if command is not None:
-        lines += ["to lend a machine, run on it:", command]
+        lines += [_heading(command), command]
     elif role == "device":
         lines.append("the run is not running; its next start prints a join command, and this token works too")
     else:
@@ -97,11 +98,11 @@ def run_token_revoke(*, out: str | None, id: str, as_json: bool) -> None:
 
 
 def _directory(out: str | None) -> Path:
-    from cleave.run_files import newest_run, runs_home
+    from cleave.run_files import newest_run, running, runs_home
 
     if out is not None:
         return Path(out)
-    newest = newest_run()
+    newest = newest_run(prefer=lambda run: running(run) is not None)
     if newest is None:
         raise InputError(f"there is no run in {runs_home()}; give its directory with --out")
     return newest
@@ -117,6 +118,16 @@ def _join_command(directory: Path, token: str) -> str | None:
         return None
     url, _, fingerprint = claim.url.partition("#sha256:")
     return join_command(url, token=token, fingerprint=fingerprint or None)
+
+
+def _heading(command: str) -> str:
+    from cleave.server.admission.gate import is_loopback
+    from cleave.transport.address import parse_address
+
+    host = urlsplit(parse_address(command.removeprefix("cleave join ")).url).hostname or ""
+    if is_loopback(host):
+        return "this run accepts only devices on this machine (start it with --listen for others); join with:"
+    return "to lend a machine, run on it:"
 
 
 def _keys_of(directory: Path, *, must_exist: bool = True) -> Keys:

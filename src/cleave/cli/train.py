@@ -161,7 +161,11 @@ def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: 
     directory = _run_directory(run_file, overrides, resume=resume)
     config = _config(run_file, overrides, directory, resume=resume)
     _check_writable(directory)
+    _check_data(config)
     try:
+        from cleave.server.service import bind
+
+        bind(config.address).close()  # fails before a model is built, not after
         from cleave.cli.training_run import TrainingRun
         from cleave.train import loop
     except ModuleNotFoundError as fault:
@@ -210,10 +214,18 @@ def _run_directory(run_file: str | None, overrides: Mapping[str, object], *, res
         return Path(str(given))
     if not resume:
         return new_run()
-    newest = newest_run()
+    newest = newest_run(prefer=lambda run: any((run / "checkpoints").glob("step-*")))
     if newest is None:
         raise InputError(f"there is no run to resume in {runs_home()}; give its directory with --out")
     return newest
+
+
+def _check_data(config: TrainConfig) -> None:
+    """Fail before torch is imported, not after."""
+    if config.data is not None and not config.data.exists():
+        from cleave.train.data import read_documents
+
+        read_documents(config.data)  # says what is wrong
 
 
 def _check_writable(directory: Path) -> None:

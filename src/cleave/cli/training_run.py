@@ -79,7 +79,7 @@ class TrainingRun:
         self.observe(Note(text=f"devices join at {fleet.public_url.partition('#')[0]}{suffix}"))
         count = config.local_devices
         if fleet.is_reachable or not count:
-            self.view.show_join_command(fleet.join_command)
+            self.view.show_join_command(fleet.join_command, is_local=not fleet.is_reachable)
         if not keys.is_open and fleet.is_reachable and fleet.public_url.startswith("ws:"):
             self.observe(Note(text=_UNENCRYPTED))
         if count:

@@ -70,11 +70,12 @@ class TrainView:
         if note is not None and not self._console.is_terminal:
             self._console.print(note, markup=False, soft_wrap=True)
 
-    def show_join_command(self, command: str) -> None:
+    def show_join_command(self, command: str, *, is_local: bool = False) -> None:
         """Print the command that joins another machine, alone on a line that the terminal wraps and not we."""
         with self._lock:
             self._join_command = command
-        self._console.print("to lend another machine, run on it:", style="dim")
+        heading = "devices on this machine join with:" if is_local else "to lend another machine, run on it:"
+        self._console.print(heading, style="dim")
         self._console.print(f"{command}\n", style="bold", markup=False, soft_wrap=True)
 
     def _step_line(self, step: events.StepDone) -> str | None:

@@ -107,7 +107,7 @@ def _facts(summary: RunSummary, figures: RunFigures) -> dict[str, str]:
         waiting, server = figures.waiting_s / total_s, (figures.steps_s - figures.waiting_s) / total_s
         facts["time"] = (
             f"{bar(waiting, 20)} {waiting:.0%} waiting for devices, {server:.0%} computing on the server, "
-            f"{max(0.0, 1 - waiting - server):.0%} starting up, evaluating and saving"
+            f"{max(0.0, 1 - waiting - server):.0%} outside of steps (starting, evaluating, saving)"
         )
         if figures.checking_s:
             facts["checks"] = f"{seconds(figures.checking_s)} verifying results, while devices computed"

@@ -55,7 +55,7 @@ class Service:
     ) -> None:
         self._keys, self._certificate, self._limits, self._say = keys or Keys(), certificate, limits, say
         self._wrap = wrap
-        self._socket = _bind(listen)
+        self._socket = bind(listen)
         host, port = self._socket.getsockname()[:2]
         self.host, self.port = str(host), int(port)
         self.is_local = is_loopback(self.host)
@@ -161,7 +161,8 @@ class Service:
         return JSONResponse(dataclasses.asdict(self.cluster.status()))
 
 
-def _bind(listen: str) -> socket.socket:
+def bind(listen: str) -> socket.socket:
+    """Listen on HOST:PORT, or raise InputError."""
     host, _, port = listen.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise InputError(f"expected --listen HOST:PORT such as 0.0.0.0:7077, got {listen!r}")

@@ -44,9 +44,14 @@ def read_documents(path: Path) -> Iterator[str]:
         return _non_blank(documents, f"{path} holds no text; give a directory with text, .jsonl or .parquet files")
     if not path.exists():
         if re.match(r"[a-z][a-z0-9+.-]*:/", str(path), re.IGNORECASE):
-            raise InputError(f"--data takes local files, not a URL such as {path}; download it first")
+            raise InputError(f"--data takes local files, not a URL such as {_url(path)}; download it first")
         raise InputError(f"there is no file or directory {path}; correct --data")
     return _non_blank(_documents_of(path), f"{path} is empty; give a file with text")
+
+
+def _url(path: Path) -> str:
+    """Write a URL that became a path, and lost a slash, as it was."""
+    return re.sub(r"^([^:]+):/+", r"\1://", str(path))
 
 
 def library_sources() -> Path:

@@ -92,6 +92,10 @@ def run(
 ) -> Summary:
     """Train as configured. All input is validated before `wrap` is called, so `wrap` may start the fleet."""
     found = saving.find(run_directory, resume=resume)
+    if found is not None and found.step >= config.steps and (run_directory / "model").is_dir():
+        raise InputError(
+            f"the run in {run_directory} is finished: {found.step} of {config.steps} steps; add --steps N to train on"
+        )
     documents = library_documents() if config.data is None else read_documents(config.data)
     model, model_directory = build_model(config.model, config.dtype, config.seed, config.dropout)
     tokenizer = load_tokenizer(model_directory)

@@ -92,6 +92,8 @@ def _parse_secret(secret: str, bare: str) -> tuple[str, str]:
                 f"expected sha256: and 64 hexadecimal digits after {bare}#, got {digits}; copy the whole address"
             )
         return "", secret.lower()
+    if secret in ("TOKEN", "TOKEN.PIN"):
+        raise InputError(f"{secret} after {bare}# stands for what the server prints there; copy the whole address")
     token, dot, pin = secret.partition(".")
     if not _PLAIN_TOKEN.fullmatch(token) or (dot and not _PIN.fullmatch(pin)):
         raise InputError(

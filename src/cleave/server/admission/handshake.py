@@ -85,7 +85,7 @@ def _objection(hello: messages.Hello, *, is_known: bool) -> str:
     if hello.version != messages.VERSION:
         return f"this server speaks protocol version {messages.VERSION}, not {hello.version}; install the same release"
     if not is_known:
-        return "wrong or missing token; ask the owner of the run for it and set --token or CLEAVE_TOKEN"
+        return "wrong or missing token; copy the whole join command again, or ask the owner of the run for a new one"
     if not (_LEAST_FLOPS_PER_S <= hello.flops_per_s < 1e18 and 0 < hello.memory_bytes < 1 << 50):
         return "expected positive and plausible flops_per_s and memory_bytes; measure again"
     return ""
