@@ -271,8 +271,10 @@ class Fleet:
                 return
             self.check_open()
             joined = {member.name for member in self.cluster.members()}
+            living = sum(process.poll() is None for process in self._processes)
             for number, process in enumerate(self._processes, start=1):
-                if process.poll() is not None and _local_name(number) not in joined:
+                failed = (process.poll() or 0) > 0  # a negative code is a signal: whoever sent it may start another
+                if failed and living < count and _local_name(number) not in joined:
                     raise FleetGoneError(
                         f"{_local_name(number)} ended with exit code {process.returncode} before it joined; its own "
                         "message, above, says why"
