@@ -28,7 +28,7 @@ def test_a_device_reads_address_token_and_pin_from_the_join_command(
     host: str, port: int, token: str, fingerprint: str | None
 ) -> None:
     url = f"{'ws' if fingerprint is None else 'wss'}://{host}:{port}"
-    words = shlex.split(join_command(url, token=token, fingerprint=fingerprint))
+    words = shlex.split(join_command(url if fingerprint is None else f"{url}#sha256:{fingerprint}", token))
     assert words[:2] == ["cleave", "join"]
     address = parse_address(words[2])
     given_token = words[3].removeprefix("--token=") if len(words) > 3 else ""
@@ -41,7 +41,7 @@ def test_a_device_reads_address_token_and_pin_from_the_join_command(
 
 
 def test_with_a_certificate_that_an_authority_signed_the_scheme_says_so() -> None:
-    command = join_command("wss://train.example.org:443", token="secret", fingerprint=None)
+    command = join_command("wss://train.example.org:443", "secret")
     assert command == "cleave join 'wss://train.example.org:443#secret'"
     assert parse_address(command.split()[2]).url == "wss://train.example.org:443/ws"
 
@@ -54,15 +54,14 @@ def test_an_address_with_a_scheme_needs_no_port(typed: str, dialed: str) -> None
 
 
 def test_the_join_command_of_any_ipv4_server_on_the_usual_port_fits_80_columns() -> None:
-    token = Keys().lend()
-    command = join_command("wss://255.255.255.255:7077", token=token, fingerprint=FINGERPRINT)
+    command = join_command(f"wss://255.255.255.255:7077#sha256:{FINGERPRINT}", Keys().lend())
     assert len(command) <= 80
     assert "\n" not in command
 
 
 @pytest.mark.parametrize("url", ["wss://[2001:db8::1]:7077", "wss://192.168.1.20:7077", "ws://192.168.1.20:7077"])
 def test_a_shell_passes_the_join_command_on_as_it_is(url: str) -> None:
-    command = join_command(url, token="token", fingerprint=FINGERPRINT if url.startswith("wss") else None)
+    command = join_command(f"{url}#sha256:{FINGERPRINT}" if url.startswith("wss") else url, "token")
     script = f"cleave() {{ printf '%s' \"$2\"; }}\n{command}\n"
     for shell in (["sh", "-c", script], ["zsh", "-f", "-o", "extendedglob", "-c", script]):
         if shutil.which(shell[0]):

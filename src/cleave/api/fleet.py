@@ -91,7 +91,6 @@ class Fleet:
         self.medium_bytes_per_s = links.medium_bytes_per_s if links is not None else math.inf
         """Capacity shared by all devices in both directions, if known; each device alone may measure all of it."""
         self._user_listener = listener
-        self._is_closed = False
         self._processes: list[subprocess.Popen[bytes]] = []
         self._keys = keys = keys or Keys(token)
         self._certificate = _certificate(tls, directory, listen.rpartition(":")[0].strip("[]"))
@@ -198,9 +197,7 @@ class Fleet:
     @property
     def join_command(self) -> str:
         """Command that joins another machine, token included."""
-        pinned = self._certificate is not None and self._certificate.is_own
-        fingerprint = self._certificate.fingerprint if self._certificate is not None and pinned else None
-        return join_command(self.public_url.partition("#")[0], token=self.token, fingerprint=fingerprint)
+        return join_command(self.public_url, self.token)
 
     @property
     def is_reachable(self) -> bool:
@@ -226,8 +223,7 @@ class Fleet:
 
     def check_open(self) -> None:
         """Raise FleetGoneError if the fleet is closed."""
-        if self._is_closed:
-            raise FleetGoneError("the fleet is closed; open another one with Fleet.local or Fleet.serve")
+        self.cluster.check_open()
 
     def start_devices(
         self, count: int, *, threads: int = settings.DEVICE_THREADS, memory: str | None = None
@@ -259,7 +255,7 @@ class Fleet:
     def wait(self, count: int = 1, timeout_s: float | None = _FIRST_DEVICE_S) -> None:
         """Wait until `count` devices are connected, without limit if `timeout_s` is None.
 
-        Raises FleetGoneError on timeout, or when a local device ends before it joined.
+        Raises FleetGoneError on timeout, or when local devices failed to start and the rest are too few.
         """
         self.check_open()
         check_count("count", count)
@@ -306,7 +302,6 @@ class Fleet:
 
     def close(self, reason: str = "done", *, rejoin: bool = False) -> None:
         """Say goodbye to every device and stop the server; with `rejoin`, devices wait for it to return."""
-        self._is_closed = True
         self._service.stop(reason, rejoin=rejoin)
         if rejoin:  # remote devices wait for this server to return; local ones end with it
             for process in self._processes:

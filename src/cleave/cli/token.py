@@ -116,8 +116,7 @@ def _join_command(directory: Path, token: str) -> str | None:
     claim = running(directory)
     if claim is None or claim.url is None:
         return None
-    url, _, fingerprint = claim.url.partition("#sha256:")
-    return join_command(url, token=token, fingerprint=fingerprint or None)
+    return join_command(claim.url, token)
 
 
 def _heading(command: str) -> str:

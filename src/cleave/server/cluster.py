@@ -140,12 +140,12 @@ class Cluster:
 
     def choose_layer(self, linear: Linear, local: Local = _ELSEWHERE) -> LayerChoice:
         """Choose where a linear layer's products are computed, and by which devices; asked once per call."""
-        self._check_open()
+        self.check_open()
         return self.planning.layer(linear, local)
 
     def choose_pass(self, work: PassWork, local: Local = _ELSEWHERE, *, must: bool = False) -> PassChoice:
         """Choose whether layers stay on devices for such a batch, and which devices hold them; asked once per batch."""
-        self._check_open()
+        self.check_open()
         return self.planning.choose_pass(work, local, must=must)
 
     def step_ended(self) -> None:
@@ -206,7 +206,7 @@ class Cluster:
         return run
 
     def _start(self, run: Run) -> None:
-        self._check_open()
+        self.check_open()
         self._products += 1
         if self._is_unused:
             self._is_unused = False
@@ -230,11 +230,12 @@ class Cluster:
                 if not self._waiting:
                     self._waiting_s += time.perf_counter() - self._waiting_since
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """Raise FleetGoneError if the fleet is closed."""
         if self._is_closed:
             raise FleetGoneError(
-                "the fleet is closed and computes nothing any more; keep it open while you train, or call "
-                "cleave.undistribute(model) to go on without it"
+                "the fleet is closed; keep it open while you train, or call cleave.undistribute(model) to go on without "
+                "it"
             )
 
     # -------------------------------------------------------------------------------------------- status

@@ -58,24 +58,18 @@ def parse_address(text: str) -> Address:
     return Address(url=urlunsplit((_SCHEMES[parts.scheme], parts.netloc, path, "", pin)), token=token)
 
 
-def join_command(url: str, *, token: str, fingerprint: str | None) -> str:
-    """Format the command that joins a server at ws://host:port or wss://host:port, on one line.
+def join_command(url: str, token: str) -> str:
+    """Format the command that joins a server at ws://host:port or wss://host:port, maybe with #sha256:HEX, on one line.
 
-    The address is quoted where needed: some shells read # or the brackets of IPv6 addresses as patterns.
-    `fingerprint` is the SHA-256 of a self-signed certificate, in hex. A token that a person chose freely does not fit
-    into an address and is passed as an option.
+    The address is quoted where needed: some shells read # or the brackets of IPv6 addresses as patterns. A token that a
+    person chose freely does not fit into an address and is passed as an option.
     """
-    fits = not token or _PLAIN_TOKEN.fullmatch(token) is not None
-    if fingerprint is not None:
-        bare = url.removeprefix("wss://")
-        if fits and token:
-            return f"cleave join {shlex.quote(f'{bare}#{token}.{_short(fingerprint)}')}"
-        address = f"{url}#sha256:{fingerprint}"
-    else:
-        address = url.removeprefix("ws://")
-        if fits and token:
-            return f"cleave join {shlex.quote(f'{address}#{token}')}"
-    return f"cleave join {shlex.quote(address)}" + (f" --token={shlex.quote(token)}" if token else "")
+    bare, _, fingerprint = url.removeprefix("ws://").partition("#sha256:")
+    if _PLAIN_TOKEN.fullmatch(token):
+        secret = f"{bare.removeprefix('wss://')}#{token}.{_short(fingerprint)}" if fingerprint else f"{bare}#{token}"
+        return f"cleave join {shlex.quote(secret)}"
+    address = shlex.quote(url.removeprefix("ws://"))
+    return f"cleave join {address}" + (f" --token={shlex.quote(token)}" if token else "")
 
 
 def _parse_secret(secret: str, bare: str) -> tuple[str, str]:
