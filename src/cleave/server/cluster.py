@@ -234,8 +234,8 @@ class Cluster:
         """Raise FleetGoneError if the fleet is closed."""
         if self._is_closed:
             raise FleetGoneError(
-                "the fleet is closed; keep it open while you train, or call cleave.undistribute(model) to go on without "
-                "it"
+                "the fleet is closed; keep it open while you train, or continue without it after "
+                "cleave.undistribute(model)"
             )
 
     # -------------------------------------------------------------------------------------------- status
