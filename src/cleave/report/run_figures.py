@@ -20,8 +20,6 @@ class RunFigures:
         self.grain: events.GrainChosen | None = None
         self.waits: str | None = None
         """Why no device computes, while that is so."""
-        self.idle: dict[str, str] = {}
-        """Reasons of connected devices that have no work."""
         self.recent: deque[events.StepDone] = deque(maxlen=_RECENT_STEPS)
         self._step_s: list[float] = []
         self._waiting_s = self._checking_s = 0.0
@@ -45,10 +43,6 @@ class RunFigures:
                 self.waits = event.reason
             case events.DeviceJoined():
                 self.waits = None
-            case events.DeviceIdle():
-                self.idle[event.device] = event.reason
-            case events.DeviceLeft():
-                self.idle.pop(event.device, None)
             case _:
                 pass
 

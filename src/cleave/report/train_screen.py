@@ -71,7 +71,7 @@ class TrainView:
             self._console.print(note, markup=False, soft_wrap=True)
 
     def show_join_command(self, command: str, *, is_local: bool = False) -> None:
-        """Print the command that joins another machine, alone on a line that the terminal wraps and not we."""
+        """Print the command that joins a device on a line of its own, which only the terminal wraps."""
         with self._lock:
             self._join_command = command
         heading = "devices on this machine join with:" if is_local else "to lend another machine, run on it:"
@@ -79,7 +79,7 @@ class TrainView:
         self._console.print(f"{command}\n", style="bold", markup=False, soft_wrap=True)
 
     def _step_line(self, step: events.StepDone) -> str | None:
-        """A line for output that is no terminal, now and then."""
+        """Describe a step for output that is not a terminal, once every few seconds."""
         figures, started = self.figures, self.figures.started
         last = started is not None and step.step == started.steps
         if self._console.is_terminal or (

@@ -56,7 +56,7 @@ _ELSEWHERE = Local()
 """The caller computes nothing that devices could."""
 _UNUSED = (
     "the server alone is predicted to be faster ({}); offload always uses the devices anyway, and a larger batch or "
-    "faster links may make them worth while"
+    "faster links may make them worthwhile"
 )
 _WAIT_S = 1.0
 _Result = TypeVar("_Result")
