@@ -208,13 +208,14 @@ def _run_directory(run_file: str | None, overrides: Mapping[str, object], *, res
     """Choose the run's directory: as given, else the newest one when resuming, else a new one named by the time."""
     from cleave.config import load_config
     from cleave.run_files import new_run, newest_run, runs_home
+    from cleave.runs.reading import has_checkpoint
 
     given = overrides.get("out") or (load_config(Path(run_file), overrides).out if run_file else None)
     if given is not None:
         return Path(str(given))
     if not resume:
         return new_run()
-    newest = newest_run(prefer=lambda run: any((run / "checkpoints").glob("step-*")))
+    newest = newest_run(prefer=has_checkpoint)
     if newest is None:
         raise InputError(f"there is no run to resume in {runs_home()}; give its directory with --out")
     return newest

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from cleave.report.quantities import seconds, si
+from cleave.report.quantities import parameters, seconds, si
 from cleave.report.train_screen import curve
 from cleave.runs.reading import Run, SeenDevice
 
@@ -75,10 +75,10 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     """Lines of the description: label and text."""
     claim = run.claim
     where = "" if claim is None else f", process {claim.pid}" + (f", devices join {claim.url}" if claim.url else "")
-    parameters = "" if run.parameters is None else f", {si(run.parameters, '').strip()} parameters"
+    size = "" if run.parameters is None else f", {parameters(run.parameters)}"
     facts = [
         ("state", f"{run.state}{f': {run.reason}' if run.reason else ''}{where}"),
-        ("model", f"{run.model}{parameters}"),
+        ("model", f"{run.model}{size}"),
         ("started", _time(run.started_s)),
         ("last event", _time(run.ended_s)),
         ("steps", f"{run.step:,} of {run.steps:,}, {run.tokens:,} tokens"),

@@ -101,6 +101,11 @@ def is_run(directory: Path) -> bool:
     return (directory / SETTINGS).is_file() and (directory / EVENTS).is_file()
 
 
+def has_checkpoint(directory: Path) -> bool:
+    """Whether a run has a checkpoint to resume from."""
+    return bool(_checkpoints(directory / CHECKPOINTS))
+
+
 def list_runs(directory: Path | None = None) -> list[Run]:
     """Read the runs in a directory, by default the home of all runs, newest first."""
     return [read_run(path) for path in _runs_in(directory)]
