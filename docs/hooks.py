@@ -140,12 +140,13 @@ def settings() -> str:
     from cleave import settings as module
     from cleave.core.cost.wire import WIRE_FORMATS
     from cleave.core.model.grain import GRAINS
+    from cleave.core.verify.trust import LEVELS
 
     rows: tuple[tuple[str, tuple[str, ...], object], ...] = (
         ("wire", WIRE_FORMATS, module.WIRE),
         ("grain", GRAINS, module.GRAIN),
         ("offload", module.OFFLOADS, module.OFFLOAD),
-        ("trust", module.POLICIES, module.TRUST),
+        ("trust", LEVELS, module.TRUST),
         ("alone", module.ALONES, module.ALONE),
         ("alone_wait_s", (), module.ALONE_WAIT_S),
         ("threads", (), module.DEVICE_THREADS),

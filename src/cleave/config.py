@@ -21,7 +21,7 @@ from typing import Annotated, Literal, Union, cast, get_args, get_origin, get_ty
 from cleave import settings
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.grain import Grain
-from cleave.core.verify.trust import Policy
+from cleave.core.verify.trust import Level, level_of
 from cleave.errors import InputError
 from cleave.settings import Alone, Offload
 
@@ -111,8 +111,9 @@ class TrainConfig:
     """Device processes to start on this machine; default: 4, or 0 if `listen` is set, where others join."""
     device_threads: Count = settings.DEVICE_THREADS
     """Threads per local device."""
-    trust: Policy = settings.TRUST
-    """Share of the work on resident layers to audit: a random sample, all (strict), or none."""
+    trust: Level | None = None
+    """Trust in the devices that join with this run's token: own machines, known people, strangers. Decides how much
+    of their work on resident layers is audited; default: stranger, and own for devices that the run starts itself."""
     listen: str | None = None
     """HOST:PORT that devices dial, port 0 for any free one; default: this machine only."""
     token: str | None = None
@@ -168,6 +169,8 @@ def load_config(path: Path | None, overrides: Mapping[str, object]) -> TrainConf
     for key, value in overrides.items():
         if value is not None:
             values[_field_name(key, "")] = value
+    if "trust" in values:
+        values["trust"] = level_of(values["trust"]) or values["trust"]
     hints = get_type_hints(TrainConfig, include_extras=True)
     config = TrainConfig(**{name: _convert(name, hints[name], value) for name, value in values.items()})  # pyright: ignore[reportArgumentType]
     _check_address(config.address)

@@ -103,6 +103,16 @@ class Audited(Event, frozen=True, kw_only=True):
     is_right: bool
 
 
+class RolledBack(Event, frozen=True, kw_only=True):
+    """A device was found wrong, so the steps that rest on unchecked work of it, or of its token, were undone."""
+
+    device: str
+    from_step: int
+    """The last step undone."""
+    step: int
+    """The step after which training continues."""
+
+
 class Recovered(Event, frozen=True, kw_only=True):
     """Other devices finished the work of one that left."""
 
@@ -183,6 +193,7 @@ AnyEvent = (
     | GrainChosen
     | ResultRefused
     | Audited
+    | RolledBack
     | Recovered
     | Paused
     | Note

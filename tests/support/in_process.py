@@ -8,9 +8,11 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeVar
 
+import numpy as np
 from tests.support.plans import plan_of, stage_of
 
 from cleave.core.cost.wire import WireFormat
@@ -19,10 +21,16 @@ from cleave.core.model.sublayers import Sublayer
 from cleave.core.plan.choose import Arrange
 from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import ResidentPlan, Stage
+from cleave.core.verify.trust import Level
 from cleave.device.kernels import NumpyKernel
+from cleave.device.replay import replay
 from cleave.device.worker import Contribution, Offer, Worker
+from cleave.errors import ConnectionLost
+from cleave.events import Listener
+from cleave.server.admission.tokens import Keys
 from cleave.server.cluster import Cluster
 from cleave.transport.base import Channel
+from cleave.transport.lying import Lie, LyingChannel
 from cleave.transport.memory import memory_pair
 
 ROOMY = 64_000_000
@@ -32,10 +40,23 @@ Result = TypeVar("Result")
 class InProcess:
     """Context manager of an in-process fleet; distribute models to its `cluster`."""
 
-    def __init__(self, memory_bytes: Sequence[int], *, wire: WireFormat = "fp32", arrange: Arrange = plan_columns):
+    def __init__(
+        self,
+        memory_bytes: Sequence[int],
+        *,
+        wire: WireFormat = "fp32",
+        arrange: Arrange = plan_columns,
+        trust: Level = "own",
+        lies: Mapping[int, Lie] | None = None,
+        draw: Callable[[], float] | None = None,
+        listener: Listener = lambda event: None,
+    ):
+        """`lies` are told by devices with these numbers; audits replace draws of the random generator by `draw`."""
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="server")
         self._memory_bytes, self._wire, self._arrange = memory_bytes, wire, arrange
+        self._trust: Level = trust
+        self._lies, self._draw, self._listener = lies or {}, draw, listener
         self._tasks: list[asyncio.Task[Any]] = []
         self.plans: list[ResidentPlan] = []
 
@@ -51,13 +72,22 @@ class InProcess:
         self._loop.close()
 
     async def _start(self) -> Cluster:
-        cluster = Cluster(self._loop, wire=self._wire, arrange=self._remember)
+        cluster = Cluster(
+            self._loop,
+            wire=self._wire,
+            arrange=self._remember,
+            keys=Keys(trust=self._trust),
+            replay=replay,
+            listener=self._listener,
+            draw=self._draw or np.random.default_rng(1).random,
+        )
         for index, memory_bytes in enumerate(self._memory_bytes):
             ours, theirs = memory_pair()
             self._tasks.append(self._loop.create_task(cluster.serve(ours)))
             offer = Offer(name=f"d{index}", token="", flops_per_s=1e10, memory_bytes=memory_bytes)
-            worker = Worker(theirs, NumpyKernel(), offer, Contribution())
-            self._tasks.append(self._loop.create_task(_live(worker, theirs)))
+            channel = LyingChannel(theirs, self._lies[index]) if index in self._lies else theirs
+            worker = Worker(channel, NumpyKernel(), offer, Contribution())
+            self._tasks.append(self._loop.create_task(_live(worker, channel)))
         while cluster.devices < len(self._memory_bytes):
             await asyncio.sleep(0)  # they join in this loop
         return cluster
@@ -76,7 +106,8 @@ class InProcess:
 
 async def _live(worker: Worker, channel: Channel) -> None:
     await worker.join()
-    await worker.run()
+    with suppress(ConnectionLost):  # such as a quarantine
+        await worker.run()
     await channel.close()
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
 
 from cleave.config import TrainConfig
+from cleave.core.verify.vouching import Vouching
 from cleave.events import AnyEvent, StepDone
 from cleave.train.loop import Summary, Traffic, run
+from cleave.train.undo import Watching
 
 Wrap = Callable[[torch.nn.Module], torch.nn.Module]
 TEXT = "".join(f"the {number} sheep jumped over {number * 7 % 13} gates\n" for number in range(300))
@@ -25,6 +28,7 @@ def train(
     events: list[AnyEvent] | None = None,
     act: Callable[[AnyEvent], object] = lambda event: None,
     clock: Callable[[], float] = time.perf_counter,
+    watching: Watching = lambda: nullcontext(Vouching()),
 ) -> Summary:
     """Train as configured; each event goes to `act`, then to the list."""
 
@@ -33,7 +37,16 @@ def train(
         if events is not None:
             events.append(event)
 
-    return run(config, directory, wrap=wrap, observe=observe, traffic=Traffic, resume=resume, clock=clock)
+    return run(
+        config,
+        directory,
+        wrap=wrap,
+        observe=observe,
+        traffic=Traffic,
+        watching=watching,
+        resume=resume,
+        clock=clock,
+    )
 
 
 def before_forward(number: int, act: Callable[[], object]) -> Wrap:

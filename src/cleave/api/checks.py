@@ -6,12 +6,21 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from types import UnionType
 
+from cleave.core.verify.trust import LEVELS, Level, level_of
 from cleave.errors import InputError
 
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise InputError(f"expected {name} to be one of {', '.join(allowed)}, got {value!r}")
+
+
+def checked_trust(value: object, default: Level) -> Level:
+    """Return a level of trust, given by whatever name it has or had; the default for None."""
+    level = default if value is None else level_of(value)
+    if level is None:
+        raise InputError(f"expected trust to be one of {', '.join(LEVELS)}, got {value!r}")
+    return level
 
 
 def check_count(name: str, value: object) -> None:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 
 from cleave import events, settings
-from cleave.api.checks import check_choice, check_count, check_seconds, check_text
+from cleave.api.checks import check_choice, check_count, check_seconds, check_text, checked_trust
 from cleave.api.speech import log_event
 from cleave.core.cost.wire import WIRE_FORMATS, WireFormat
 from cleave.core.model.gemms import Linear
-from cleave.core.verify.trust import Policy
+from cleave.core.verify.trust import Level
 from cleave.device.join import stand_in
 from cleave.device.replay import replay
 from cleave.errors import FleetGoneError, InputError
@@ -29,7 +29,7 @@ from cleave.server.admission.tokens import Keys
 from cleave.server.cluster import Cluster
 from cleave.server.service import Service
 from cleave.server.status import DeviceStatus, FleetStatus
-from cleave.settings import ALONES, OFFLOADS, POLICIES, Alone, Offload
+from cleave.settings import ALONES, OFFLOADS, Alone, Offload
 from cleave.transport.address import join_command
 from cleave.transport.shaped import Link, shaping
 
@@ -67,20 +67,22 @@ class Fleet:
         alone: Alone = settings.ALONE,
         alone_wait_s: float = settings.ALONE_WAIT_S,
         links: Link | None = None,
-        trust: Policy = settings.TRUST,
+        trust: Level | None = None,
     ) -> None:
         """Start the server.
 
         `token` is shown in the join command, and is the only key unless `keys` are given. `directory` keeps what must
         outlive this process, such as a self-signed certificate. `links` emulates slower networks for all devices.
-        `trust` is how much work on resident layers the server audits: a sample, everything (strict), or none; all gemm
-        results are verified in any case.
+        `trust` says who joins with `token`, or without one: `own` machines, `known` people, or strangers, the default;
+        devices started here are `own` unless it is given. It decides how much of their work on resident layers is
+        audited: nothing, a sample, or everything; all gemm results are verified in any case. `keys` have their own.
         """
         check_text("listen", listen, "0.0.0.0:7077")
         check_text("token", token, "a secret")
         check_choice("wire", wire, WIRE_FORMATS)
         check_choice("offload", offload, OFFLOADS)
-        check_choice("trust", trust, POLICIES)
+        joining = checked_trust(trust, settings.TRUST)
+        self._local_trust: Level = checked_trust(trust, "own")
         check_choice("alone", alone, ALONES)
         check_seconds("alone_wait_s", alone_wait_s)
         if listener is not None and not callable(listener):
@@ -92,7 +94,7 @@ class Fleet:
         """Capacity shared by all devices in both directions, if known; each device alone may measure all of it."""
         self._user_listener = listener
         self._processes: list[subprocess.Popen[bytes]] = []
-        self._keys = keys = keys or Keys(token)
+        self._keys = keys = keys or Keys(token, trust=joining)
         self._certificate = _certificate(tls, directory, listen.rpartition(":")[0].strip("[]"))
 
         def make(loop: Any) -> Cluster:
@@ -105,7 +107,6 @@ class Fleet:
                 alone_wait_s=alone_wait_s,
                 stand_in=stand_in if alone == "compute" else None,
                 medium_bytes_per_s=self.medium_bytes_per_s,
-                trust=trust,
                 replay=replay,
             )
 
@@ -127,15 +128,16 @@ class Fleet:
         offload: Offload = settings.OFFLOAD,
         alone: Alone = settings.ALONE,
         alone_wait_s: float = settings.ALONE_WAIT_S,
-        trust: Policy = settings.TRUST,
+        trust: Level | None = None,
         listener: events.Listener | None = None,
     ) -> Fleet:
         """Serve devices at an address of this machine; run `join_command` on theirs.
 
         `token` is a secret that devices need to join; without one, anyone who reaches the server may. `tls` encrypts,
         with a self-signed certificate or with the PEM files given. `wire` is the number format on the wire. `offload`
-        "auto" keeps on the server what is not worth sending. `alone` is what to do while no device is connected: wait,
-        for at most `alone_wait_s` seconds, or compute on the server.
+        "auto" keeps on the server what is not worth sending. `trust` says who joins: `own` machines, `known` people, or
+        strangers, the default, all of whose work on resident layers is recomputed here. `alone` is what to do while no
+        device is connected: wait, for at most `alone_wait_s` seconds, or compute on the server.
         """
         return cls(
             listen,
@@ -159,7 +161,7 @@ class Fleet:
         threads: int = settings.DEVICE_THREADS,
         memory: str | None = None,
         links: Link | None = None,
-        trust: Policy = settings.TRUST,
+        trust: Level | None = None,
         listener: events.Listener | None = None,
     ) -> Fleet:
         """Start `count` devices on this machine, as real processes over real sockets.
@@ -234,7 +236,7 @@ class Fleet:
         started: list[int] = []
         if not self.is_reachable:  # all devices are on this machine
             self.cluster.planning.share_cores((os.cpu_count() or 1) / threads)
-        lent = self._keys.lend()
+        lent = self._keys.lend(self._local_trust)
         for _ in range(count):
             number = len(self._processes) + 1
             command = [sys.executable, "-m", "cleave", "join", self.url, "--name", _local_name(number)]

@@ -13,6 +13,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from cleave.core.verify.trust import level_of
+
 BAD_INPUT = 2
 _MOST_COLUMNS = 100
 
@@ -123,3 +125,8 @@ def seed(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"expected a whole number of at least 0, got {text!r}")
     return value
+
+
+def trust(text: str) -> str:
+    """Read a level of trust, also by the name it had in earlier releases."""
+    return level_of(text) or text

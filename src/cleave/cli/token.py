@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-from cleave.cli.arguments import AddVerb, Parser
+from cleave.cli.arguments import AddVerb, Parser, trust
+from cleave.core.verify.trust import LEVELS, Level
 from cleave.errors import InputError
+from cleave.settings import TRUST
 
 if TYPE_CHECKING:
     from cleave.server.admission.tokens import Key, Keys, Role
@@ -31,7 +33,7 @@ def add_to(add: AddVerb) -> None:
         help="make a token and print the command that joins with it",
         description="Make a token and print the command that joins with it. The token is shown once: only its hash is "
         "kept.",
-        examples=("cleave token add", "cleave token add --role admin --out my-run"),
+        examples=("cleave token add", "cleave token add --trust own", "cleave token add --role admin --out my-run"),
     )
     add_action.add_argument(
         "--role",
@@ -39,11 +41,20 @@ def add_to(add: AddVerb) -> None:
         default="device",
         help="device: may join; admin: may read the run's status (default: device)",
     )
+    add_action.add_argument(
+        "--trust",
+        type=trust,
+        choices=LEVELS,
+        default=TRUST,
+        help="who gets it: yourself, for your own machines (nothing is audited), somebody you know (a sample is), or a "
+        f"stranger (all work on resident layers is) (default: {TRUST})",
+    )
     add_action.set_defaults(run=_run_token_add)
     list_action = actions.add_parser(
         "list",
         help="list the run's tokens by their ids",
-        description="List the run's tokens by their ids, with their roles and whether they are still valid.",
+        description="List the run's tokens by their ids, with their roles, how far their devices are trusted, and "
+        "whether they are still valid.",
     )
     list_action.set_defaults(run=_run_token_list)
     revoke_action = actions.add_parser(
@@ -59,7 +70,7 @@ def add_to(add: AddVerb) -> None:
 
 
 def _run_token_add(options: argparse.Namespace) -> None:
-    run_token_add(out=options.out, role=options.role, as_json=options.json)
+    run_token_add(out=options.out, role=options.role, trust=options.trust, as_json=options.json)
 
 
 def _run_token_list(options: argparse.Namespace) -> None:
@@ -70,12 +81,12 @@ def _run_token_revoke(options: argparse.Namespace) -> None:
     run_token_revoke(out=options.out, id=options.id, as_json=options.json)
 
 
-def run_token_add(*, out: str | None, role: Role, as_json: bool) -> None:
+def run_token_add(*, out: str | None, role: Role, trust: Level = TRUST, as_json: bool) -> None:
     """Create a token and show it, for the only time."""
     directory = _directory(out)
-    key, token = _keys_of(directory, must_exist=False).add(role)
+    key, token = _keys_of(directory, must_exist=False).add(role, trust=trust)
     command = _join_command(directory, token) if role == "device" else None
-    lines = [f"{role} token {key.id} of {directory}: {token}"]
+    lines = [f"{role} token {key.id}{_trusted(key)} of {directory}: {token}"]
     if command is not None:
         lines += [_heading(command), command]
     elif role == "device":
@@ -88,7 +99,7 @@ def run_token_add(*, out: str | None, role: Role, as_json: bool) -> None:
 
 def run_token_list(*, out: str | None, as_json: bool) -> None:
     keys = [_describe(key) for key in _keys_of(_directory(out)).list()]
-    lines = [f"{key['id']}  {key['role']:6}  made {key['created']}  {key['state']}" for key in keys]
+    lines = [f"{key['id']}  {key['role']:6}  {key['trust']:8}  made {key['created']}  {key['state']}" for key in keys]
     _print({"tokens": keys}, "\n".join(lines), as_json=as_json)
 
 
@@ -141,7 +152,17 @@ def _keys_of(directory: Path, *, must_exist: bool = True) -> Keys:
 def _describe(key: Key) -> dict[str, str]:
     """Describe a key for display, without its hash."""
     made = time.strftime("%Y-%m-%d %H:%M", time.localtime(key.created_s))
-    return {"id": key.id, "role": key.role, "created": made, "state": "valid" if key.is_valid else "revoked"}
+    return {
+        "id": key.id,
+        "role": key.role,
+        "trust": key.trust if key.role == "device" else "",
+        "created": made,
+        "state": "valid" if key.is_valid else "revoked",
+    }
+
+
+def _trusted(key: Key) -> str:
+    return f" (trust: {key.trust})" if key.role == "device" else ""
 
 
 def _print(fields: Mapping[str, object], text: str, *, as_json: bool) -> None:

@@ -9,12 +9,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from cleave.cli.arguments import AddVerb, count, count_or_zero, number_or_zero, positive, probability, seed
+from cleave.cli.arguments import AddVerb, count, count_or_zero, number_or_zero, positive, probability, seed, trust
 from cleave.config import TrainConfig
 from cleave.core.cost.wire import WIRE_FORMATS
 from cleave.core.model.grain import GRAINS
+from cleave.core.verify.trust import LEVELS
 from cleave.errors import InputError
-from cleave.settings import ALONES, OFFLOADS, POLICIES
+from cleave.settings import ALONES, OFFLOADS
 
 _DEFAULTS: dict[str, object] = {field.name: field.default for field in fields(TrainConfig)}
 
@@ -106,12 +107,19 @@ def _add_work(add: Callable[..., None]) -> None:
     add("--wire", "number format on the wire", choices=WIRE_FORMATS)
     add("--offload", "auto: keep on the server what is not worth sending", choices=OFFLOADS)
     add("--overlap", "update each weight during backward, as soon as its gradient arrives", action="store_true")
-    add("--trust", "work on resident layers to audit: a sample, all of it (strict), or none", choices=POLICIES)
 
 
 def _add_joining(add: Callable[..., None]) -> None:
     add("--listen", "address where devices join, such as 0.0.0.0:7077", "this machine only", metavar="HOST:PORT")
     add("--token", "secret that devices need to join", "CLEAVE_TOKEN, or a new one", metavar="TEXT")
+    add(
+        "--trust",
+        "who joins with that token: your own machines (nothing audited), people you know (a sample is), or strangers "
+        "(all their work on resident layers is, which takes this server as long as it takes them)",
+        "stranger, own for devices started here",
+        type=trust,
+        choices=LEVELS,
+    )
     add("--tls", "encrypt, with a self-signed certificate that devices pin", action="store_true")
     add("--tls-certificate", "encrypt, with this certificate and its chain (PEM)", "none", metavar="FILE")
     add("--tls-key", "key of that certificate (PEM), if in a file of its own", "none", metavar="FILE")
@@ -175,7 +183,13 @@ def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: 
     try:
         with run.view:
             summary = loop.run(
-                config, directory, wrap=run.wrap, observe=run.observe, traffic=run.traffic, resume=resume
+                config,
+                directory,
+                wrap=run.wrap,
+                observe=run.observe,
+                traffic=run.traffic,
+                watching=run.watching,
+                resume=resume,
             )
         run.finished = summary.reason == "done"
         run.tell_audits()

@@ -6,6 +6,7 @@ import math
 import os
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from rich.console import Console
 from cleave import run_files, settings
 from cleave.api.fleet import Fleet
 from cleave.config import TrainConfig
+from cleave.core.verify.vouching import Vouching
 from cleave.events import AnyEvent, EventLog, Note, Paused
 from cleave.report.train_screen import TrainView
 from cleave.server.admission.gate import is_loopback
@@ -104,6 +106,9 @@ class TrainingRun:
             checking_s=totals.checking_s,
         )
 
+    def watching(self) -> AbstractContextManager[Vouching]:
+        return self.fleet.cluster.vouching() if self.fleet else nullcontext(Vouching())
+
     def tell_audits(self) -> None:
         totals = self.fleet.cluster.totals() if self.fleet else None
         if totals is not None and totals.audited_units:
@@ -127,11 +132,15 @@ def run_keys(config: TrainConfig, directory: Path) -> tuple[Keys, str]:
 
     Tokens issued earlier stay valid: the run directory has their hashes, although the tokens cannot be shown again.
     """
-    keys, chosen = Keys(path=directory / FILE), config.token
-    if chosen:
-        known = not keys.is_open and keys.identify(chosen) is not None
-        return keys, chosen if known else keys.add("device", chosen)[1]
-    return keys, "" if _is_local(config.address) and keys.is_open else keys.add("device")[1]
+    trust = config.trust or settings.TRUST
+    keys, chosen = Keys(path=directory / FILE, trust=trust), config.token
+    known = keys.identify(chosen) if chosen and not keys.is_open else None
+    if chosen and known:
+        keys.set_trust(known, trust)
+        return keys, chosen
+    if not chosen and _is_local(config.address) and keys.is_open:
+        return keys, ""
+    return keys, keys.add("device", chosen or None, trust)[1]
 
 
 def _is_local(listen: str) -> bool:

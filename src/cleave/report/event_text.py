@@ -30,6 +30,11 @@ def describe(event: events.AnyEvent) -> str | None:
             return f"grain {event.grain}: {event.reason}"
         case events.Audited():
             return None if event.is_right else f"{event.device} failed an audit: its work was wrong"
+        case events.RolledBack():
+            undone = plural(event.from_step - event.step, "step")
+            return (
+                f"{undone} undone, back to step {event.step}: {event.device} was found wrong, and they rest on its work"
+            )
         case events.ResultRefused():
             return f"{event.device} returned a wrong result, which is recomputed: {event.reason}"
         case events.Recovered():

@@ -35,6 +35,9 @@ class RunFigures:
                 self._waiting_s += event.waiting_s
                 self._checking_s += event.checking_s
                 self.waits = None
+            case events.RolledBack():
+                before = self.started.first_step - 1 if self.started else 0
+                del self.losses[max(0, event.step - before) :]
             case events.Evaluated():
                 self.evaluated = event
             case events.GrainChosen():

@@ -10,14 +10,14 @@ import asyncio
 import itertools
 import logging
 import math
+import secrets
 import threading
 import time
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
-
-import numpy as np
 
 from cleave import events, settings
 from cleave.core.cost.wire import WireFormat
@@ -30,7 +30,7 @@ from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.core.schedule.members import STAND_IN, Member
 from cleave.core.schedule.tasks import DeviceId
-from cleave.core.verify.trust import Policy
+from cleave.core.verify.vouching import Vouching
 from cleave.errors import FleetGoneError
 from cleave.protocol.numbers import Codec, Matrix, NumpyCodec
 from cleave.server.admission.tokens import Keys
@@ -92,11 +92,13 @@ class Cluster:
         medium_bytes_per_s: float = math.inf,
         cores: float = math.inf,
         arrange: Arrange = plan_columns,
-        trust: Policy = settings.TRUST,
         replay: Replay | None = None,
-        audit_rng: np.random.Generator | None = None,
+        draw: Callable[[], float] | None = None,
     ) -> None:
-        """Audits follow `trust` and need `replay`."""
+        """Audits need `replay`; how many there are depends on the trust that comes with `keys`.
+
+        `draw` returns a random number between 0 and 1, by which accounts are sampled.
+        """
         self.wire: WireFormat = wire
         self.loop = loop
         self._codec, self._replay = codec or NumpyCodec(), replay
@@ -124,8 +126,7 @@ class Cluster:
             stand_in=stand_in,
             listener=self.tell,
         )
-        self._trust: Policy = trust
-        self._draw = (audit_rng or np.random.default_rng()).random
+        self._draw = draw or secrets.SystemRandom().random
         self._ids = itertools.count(1)
         self._products = self._products_then = 0
         self._is_unused = False
@@ -194,10 +195,10 @@ class Cluster:
             ids=self._ids,
             fleet=self._fleet,
             audits=Audits(
-                self._trust,
                 can_replay=self._replay is not None,
                 draw=self._draw,
                 roster=self.engine.roster,
+                vouching=self.engine.vouching,
                 totals=self._audit_totals,
             ),
             post=self._driver.post_soon,
@@ -237,6 +238,12 @@ class Cluster:
                 "the fleet is closed; keep it open while you train, or continue without it after "
                 "cleave.undistribute(model)"
             )
+
+    @contextmanager
+    def vouching(self) -> Generator[Vouching]:
+        """Give access to the record of unchecked work, locked while it is used."""
+        with self._lock:
+            yield self.engine.vouching
 
     # -------------------------------------------------------------------------------------------- status
 

@@ -136,6 +136,8 @@ class Blame:
 
     device: DeviceId
     reason: str
+    is_final: bool = False
+    """Quarantine it at once: its token has been convicted before."""
 
 
 Request = (
@@ -162,7 +164,9 @@ class Results(Protocol):
         """Decode a result; raise WrongResult if its operands do not give it."""
         ...
 
-    def keep(self, item: object) -> None: ...
+    def keep(self, item: object) -> None:
+        """Store numbers; raise WrongResult, storing nothing, if they are implausible."""
+        ...
 
     def audit(self, case: object) -> str:
         """Recompute a device's work; return what is wrong with it, empty if nothing is."""
@@ -193,6 +197,10 @@ class Run(Protocol):
     def accepted(self, accept: Accept, payload: object, now: float) -> Requests: ...
 
     def kept(self, item: object, now: float) -> Requests: ...
+
+    def spoiled(self, item: object, reason: str, now: float) -> Requests:
+        """Handle numbers that were not stored, as they are implausible."""
+        ...
 
     def audited(self, case: object, reason: str, now: float) -> Requests: ...
 

@@ -36,6 +36,7 @@ from cleave.core.schedule.tasks import (
     TaskFailed,
     TaskId,
 )
+from cleave.core.verify.vouching import Vouching
 from cleave.errors import CleaveError, ProtocolError, WrongResult
 from cleave.server.contract import (
     Action,
@@ -74,6 +75,7 @@ class Engine:
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.roster = Roster(self.ledger.late)
+        self.vouching = Vouching()
         self._runs: dict[Run, None] = {}
         """Runs in progress; a dict keeps their order."""
         self._exclusive: Run | None = None
@@ -117,6 +119,9 @@ class Engine:
                 self._arrive(item)
             case Checked():
                 self._checked(item)
+            case Kept(run, kept, WrongResult() as fault):
+                if run in self._runs:
+                    self._ask(run, run.spoiled, kept, str(fault), self._now)
             case Kept(run, kept, fault):
                 if self._goes_on(run, fault, "a result could not be stored"):
                     self._ask(run, run.kept, kept, self._now)
@@ -139,8 +144,8 @@ class Engine:
                     self._actions.append(Wait(reason))
             case End(run):
                 self._end(run)
-            case Blame(device, reason):
-                self._blame(device, reason)
+            case Blame(device, reason, is_final):
+                self._blame(device, reason, is_final=is_final)
             case DeviceAdded():
                 self._decide(item)
                 self._resume()
@@ -335,7 +340,7 @@ class Engine:
                 why = f"{member.refused} unsolicited results in a row, the last: {reason}"
                 self._actions.append(Disconnect(device, why, rejoin=True))
 
-    def _blame(self, device: DeviceId, reason: str) -> None:
+    def _blame(self, device: DeviceId, reason: str, *, is_final: bool = False) -> None:
         """Count a wrong result against a device, even a departed one: its trust outlives its connection."""
         log.warning("wrong result from %s: %s", device, reason)
         self._actions.append(Tell(events.ResultRefused(device=device, reason=reason)))
@@ -344,6 +349,10 @@ class Engine:
         if member is not None:
             member.wrong += 1
             member.trust.wrong()
-            if member.trust.is_lost and is_here:
-                why = f"quarantined: {member.wrong} of its results were wrong"
-                self._actions.append(Disconnect(device, why, rejoin=False))
+            if is_final:
+                member.trust.lose()
+            if member.trust.is_lost:
+                if member.key is not None:
+                    self.vouching.convict(member.key, device)
+                if is_here:
+                    self._actions.append(Disconnect(device, "quarantined: its results were wrong", rejoin=False))

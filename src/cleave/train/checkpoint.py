@@ -19,11 +19,12 @@ from __future__ import annotations
 import base64
 import copy
 import json
+import math
 import random
 import re
 import shutil
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,9 +88,15 @@ def path_of(run: Path, step: int) -> Path:
 
 
 def save(
-    run: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, position: Position, *, keep: int
+    run: Path,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    position: Position,
+    *,
+    keep: int,
+    spared: Collection[int] = (),
 ) -> Checkpoint:
-    """Write a checkpoint, then remove older ones until `keep` are left.
+    """Write a checkpoint, then remove older ones until `keep` are left besides those of `spared` steps.
 
     On failure, existing checkpoints are untouched and the space of the partial one is freed.
     """
@@ -98,7 +105,7 @@ def save(
     try:
         _recover(final.parent)
         partial.mkdir(parents=True)
-        _make_room(final, _bytes_needed(model, optimizer, position), keep)
+        _make_room(final, _bytes_needed(model, optimizer, position), keep, spared)
         _write_files(partial, model, optimizer, position)
         sync(partial)
         if final.exists():  # damaged, or the same step saved again
@@ -112,24 +119,30 @@ def save(
         cause = fault.strerror if isinstance(fault, OSError) and fault.strerror else fault
         raise CleaveError(f"cannot write the checkpoint {final}: {cause}; make room there") from fault
     with suppress(OSError):
-        for path in _surplus(final, keep):
+        for path in _surplus(final, keep, spared):
             _remove(path)
         _recover(final.parent)
     return Checkpoint(path=final, step=position.step)
 
 
-def latest(run: Path) -> Checkpoint | None:
+def latest(run: Path, *, before: float = math.inf) -> Checkpoint | None:
     """Find the newest checkpoint whose files are complete and match their checksums; None if there is none.
 
-    Read-only, as another process may be writing there; `save` cleans up.
+    Only those of steps `before` one count. Read-only, as another process may be writing there; `save` cleans up.
     """
     skipped: list[Path] = []
-    for found in sorted(_entries(run / "checkpoints"), reverse=True):
+    for found in sorted((entry for entry in _entries(run / "checkpoints") if entry.step < before), reverse=True):
         if _is_complete(found.path):
             return Checkpoint(path=found.path, step=found.step, damaged=tuple(skipped))
         if found.is_final:
             skipped.append(found.path)
     return None
+
+
+def remove_after(run: Path, step: int) -> None:
+    """Remove the checkpoints of later steps, newest first."""
+    for found in sorted((entry for entry in _entries(run / "checkpoints") if entry.step > step), reverse=True):
+        shutil.rmtree(found.path) if not found.is_final else _remove(found.path)
 
 
 def damaged(run: Path) -> list[Path]:
@@ -203,9 +216,9 @@ def _recover(directory: Path) -> None:
                 found.path.rename(final)
 
 
-def _surplus(newest: Path, keep: int) -> list[Path]:
+def _surplus(newest: Path, keep: int, spared: Collection[int]) -> list[Path]:
     """Checkpoints older than `newest` beyond `keep`. Newer, damaged ones do not count: good ones must stay."""
-    final_entries = sorted(found for found in _entries(newest.parent) if found.is_final)
+    final_entries = sorted(found for found in _entries(newest.parent) if found.is_final and found.step not in spared)
     older = [found.path for found in final_entries if found.step < int(newest.name.removeprefix("step-"))]
     return older[: max(0, len(older) - (keep - 1))]
 
@@ -215,9 +228,9 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path.rename(_sibling(path, "removed")))
 
 
-def _make_room(final: Path, needed_bytes: float, keep: int) -> None:
+def _make_room(final: Path, needed_bytes: float, keep: int, spared: Collection[int]) -> None:
     """Remove surplus checkpoints before writing if space is short, but only if a complete one remains."""
-    surplus = _surplus(final, keep)
+    surplus = _surplus(final, keep, spared)
     if surplus and shutil.disk_usage(final.parent).free < needed_bytes:
         remaining = sorted(found for found in _entries(final.parent) if found.is_final and found.path not in surplus)
         if any(_is_complete(found.path) for found in reversed(remaining)):

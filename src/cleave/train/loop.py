@@ -26,6 +26,7 @@ from torch.nn.utils import clip_grad_norm_
 from transformers import PreTrainedModel
 
 from cleave.config import TrainConfig
+from cleave.core.verify.vouching import Vouching
 from cleave.errors import CleaveError, InputError
 from cleave.events import Evaluated, Listener, Note, Resumed, RunFinished, RunStarted, StepDone
 from cleave.train import saving
@@ -45,6 +46,7 @@ from cleave.train.offload import decoder
 from cleave.train.optimizer import adamw, learning_rate
 from cleave.train.tensorboard import with_tensorboard
 from cleave.train.tokens import ByteTokenizer, Tokenizer, load_tokenizer
+from cleave.train.undo import Undo, Watching
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +89,7 @@ def run(
     wrap: Callable[[torch.nn.Module], torch.nn.Module],
     observe: Listener,
     traffic: Callable[[], Traffic],
+    watching: Watching = lambda: nullcontext(Vouching()),
     resume: bool,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Summary:
@@ -105,7 +108,7 @@ def run(
     with ExitStack() as stack:
         if config.tensorboard:
             observe = stack.enter_context(with_tensorboard(run_directory, observe, found.step if found else 0))
-        trainer = _Trainer(config, run_directory, model, training, evaluation, observe, traffic, clock)
+        trainer = _Trainer(config, run_directory, model, training, evaluation, observe, traffic, watching, clock)
         trainer.start(
             found,
             resume=resume,
@@ -135,6 +138,7 @@ class _Trainer:
         evaluation: Corpus,
         observe: Listener,
         traffic: Callable[[], Traffic],
+        watching: Watching,
         clock: Callable[[], float],
     ) -> None:
         self._config, self._directory, self._observe, self._traffic = config, run_directory, observe, traffic
@@ -146,8 +150,10 @@ class _Trainer:
         self._evaluated: tuple[int, float | None] = (-1, None)
         self._updating = False
         self._overlaps = False
+        self._interrupts: Interrupts | None = None
         self._clock = clock
         self._saver = saving.Saver(config, run_directory, model, self._optimizer, observe, clock)
+        self._undo = Undo(watching, self._saver, run_directory, observe)
         torch.manual_seed(config.seed)
         self._position = Position(step=0, next_batch=0, losses=(), random_state=RandomState.capture())
         self._first_step = 0
@@ -200,18 +206,19 @@ class _Trainer:
 
     def train(self, forward: torch.nn.Module, interrupts: Interrupts) -> str:
         """Train to the last step; return `done`, or `interrupted` with a checkpoint of the last finished step."""
-        config, self._forward = self._config, forward
+        config, self._forward, self._interrupts = self._config, forward, interrupts
         forward.train()
         self._overlaps = config.overlap and self._enable_overlap(forward)
         reason = "stopped"
         try:
-            while (step := self._position.step) < config.steps:
-                self._step(interrupts)
-                step += 1
-                if config.eval_every and step % config.eval_every == 0:
+            while self._position.step < config.steps or self._evaluated[0] != self._position.step:
+                if self._position.step < config.steps:
+                    self._step(interrupts)
+                if not self._goes_back() and self._is_evaluation_due:
                     self._evaluate()
-                self._saver.after_step(self._position)
-            self._evaluate()
+                if not self._goes_back():
+                    self._undo.after_step(self._position)
+                    self._saver.after_step(self._position)
             self._saver.save(self._position)
             reason = "done"
         except KeyboardInterrupt:
@@ -246,13 +253,31 @@ class _Trainer:
         return reason is None
 
     def _last_finished(self) -> Position | None:
-        """The last finished step; None if the optimizer was interrupted in the middle of an update."""
+        """The last finished step to rely on; None if the optimizer was interrupted in the middle of an update."""
+        try:
+            self._goes_back()
+        except CleaveError:  # without a state to go back to, none is worth saving
+            return None
         return None if self._updating else self._position
+
+    def _goes_back(self) -> bool:
+        """Undo the steps in doubt, if there are any."""
+        with self._interrupts.held() if self._interrupts else nullcontext():
+            restored = self._undo.go_back(self._position)
+            if restored is not None:
+                self._position, self._updating, self._evaluated = restored, False, (-1, None)
+        return restored is not None
+
+    @property
+    def _is_evaluation_due(self) -> bool:
+        step, every = self._position.step, self._config.eval_every
+        return step >= self._config.steps or (every > 0 and step % every == 0)
 
     def _step(self, interrupts: Interrupts) -> None:
         """Run one update from the mean gradient of its micro-batches."""
         config, before, start_s = self._config, self._traffic(), self._clock()
         step, first = self._position.step + 1, self._position.next_batch
+        self._undo.begin_step(step)
         batches = [self._batches.batch(index) for index in range(first, first + config.accumulate)]
         self._optimizer.zero_grad(set_to_none=True)
         rate = learning_rate(config, step)

@@ -7,7 +7,7 @@ full disk is no reason to stop training. A server that dies loses at most `save_
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 import torch
@@ -64,6 +64,8 @@ class Saver:
         self._failing = False
         self.saved: Checkpoint | None = None
         """The newest checkpoint."""
+        self.spared: Collection[int] = ()
+        """Steps whose checkpoints stay, however old."""
 
     def restore(self, found: Checkpoint) -> Position:
         """Restore model, optimizer state and random state. Optimizer settings stay as configured now, not as saved."""
@@ -82,22 +84,24 @@ class Saver:
         if by_steps or (after_s and self._clock() - self._tried_s >= after_s):
             self.attempt(position)
 
-    def attempt(self, position: Position | None) -> None:
-        """Try to save; report only the first of consecutive failures, as the next save tries again."""
+    def attempt(self, position: Position | None) -> bool:
+        """Try to save; return whether the step is saved. Report only the first of consecutive failures."""
         was_reported = self._failing
         try:
             self.save(position)
         except CleaveError as fault:
             if not was_reported:
                 self._observe(Note(text=f"{fault}: training continues, and the next save will retry"))
+        return position is not None and self.saved is not None and self.saved.step == position.step
 
     def save(self, position: Position | None) -> None:
         """Save, or raise CleaveError. Does nothing if there is no step to save or it is saved already."""
         if position is None or position.step == 0 or (self.saved is not None and self.saved.step == position.step):
             return
-        keep = self._config.keep
         try:
-            self.saved = checkpoint.save(self._directory, self._model, self._optimizer, position, keep=keep)
+            self.saved = checkpoint.save(
+                self._directory, self._model, self._optimizer, position, keep=self._config.keep, spared=self.spared
+            )
         except CleaveError:
             self._failing = True
             raise

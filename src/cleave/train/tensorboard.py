@@ -15,12 +15,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from cleave.disk import AppendedFile
-from cleave.events import AnyEvent, Evaluated, Listener, StepDone
+from cleave.events import AnyEvent, Evaluated, Listener, RolledBack, StepDone
 
 
 @contextmanager
 def with_tensorboard(run_directory: Path, observe: Listener, first_step: int) -> Iterator[Listener]:
-    """Yield a listener that also writes TensorBoard records; curves of an earlier process are cut at `first_step`."""
+    """Yield a listener that also writes TensorBoard records; curves are cut at `first_step`, and at steps undone."""
     try:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
         from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
@@ -37,6 +37,8 @@ def with_tensorboard(run_directory: Path, observe: Listener, first_step: int) ->
 
     def both(event: AnyEvent) -> None:
         observe(event)
+        if isinstance(event, RolledBack):
+            write(event.step + 1, session_log=SessionLog(status=SessionLog.START))
         if isinstance(event, StepDone | Evaluated):
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in _curves(event).items()]
             write(event.step, summary=Summary(value=values))

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.core.verify.trust import RIGHTS_PER_WRONG, WRONGS_TO_QUARANTINE, Trust
+from cleave.core.verify.trust import (
+    LEVELS,
+    PROBATION,
+    RIGHTS_PER_WRONG,
+    SAMPLED_PER_PASS,
+    WRONGS_TO_QUARANTINE,
+    Trust,
+    audited_share,
+    level_of,
+)
 
 LONG = 200_000
 """Blocks: more than it takes to catch the rarest liar that must be caught."""
@@ -89,3 +98,34 @@ def test_no_order_of_results_hides_more_wrongs_than_the_rights_offset(story: lis
             assert abs(trust.suspicion - float(floored)) < 1e-9
             if free > WRONGS_TO_QUARANTINE - 1 + Fraction(1, 10**6):
                 assert trust.is_lost
+
+
+def test_how_much_is_audited_follows_the_level_and_the_record() -> None:
+    good, suspect = proven(Trust()), proven(Trust(suspicion=0.5))
+    for trust in (good, suspect, Trust()):
+        assert audited_share("own", trust, "backward", proven=4) == 0
+        assert audited_share("stranger", trust, "backward", proven=4) == 1
+    assert audited_share("known", good, "backward", proven=4) == SAMPLED_PER_PASS / 4
+    assert audited_share("known", suspect, "backward", proven=4) == 1
+    assert audited_share("known", good, "forward", proven=4) == 1, "each direction is proven by itself"
+
+
+def test_a_device_is_proven_by_several_audits_in_a_row() -> None:
+    trust = Trust()
+    for _ in range(PROBATION):
+        assert not trust.is_proven("backward")
+        trust.audited_right(["backward"])
+    assert trust.is_proven("backward")
+    trust.audited_wrong()
+    assert not trust.is_proven("backward")
+
+
+def test_levels_are_known_by_their_former_names() -> None:
+    assert [level_of(name) for name in ("none", "sample", "strict")] == list(LEVELS) == [level_of(x) for x in LEVELS]
+    assert level_of("blind") is None
+    assert level_of(["own"]) is None
+
+
+def proven(trust: Trust) -> Trust:
+    trust.passed.update({"backward": PROBATION})
+    return trust

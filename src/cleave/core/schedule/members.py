@@ -22,7 +22,7 @@ from cleave.core.cost.rates import Pace
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.schedule.names import Names
 from cleave.core.schedule.profile_table import Measured, ProfileTable
-from cleave.core.verify.trust import Trust
+from cleave.core.verify.trust import Level, Trust
 
 _FADE_BYTES = 32e6  # bytes after which a link's past counts half
 _FADE_S = 1.0  # seconds of compute after which a processor's past counts half
@@ -87,6 +87,8 @@ class Member:
     address: str = ""
     key: str | None = ""
     """Token of the run it joined with; None for the server's own device."""
+    level: Level = "stranger"
+    """Trust that comes with the token."""
     trust: Trust = field(default_factory=Trust)
     tasks: int = 0
     done_flops: float = 0.0
@@ -198,6 +200,7 @@ class Roster:
         up_bytes_per_s: float,
         address: str = "",
         key: str | None = "",
+        level: Level = "stranger",
     ) -> Member:
         member = Member(
             name=name,
@@ -209,6 +212,7 @@ class Roster:
             up=Rate(up_bytes_per_s, _FADE_BYTES, _MAX_BYTES_PER_S),
             address=address,
             key=key,
+            level=level,
         )
         before = self.past.get(name)
         if before is not None:

@@ -1,9 +1,9 @@
-"""Audits by recomputation: how often to audit a device, and whether two results agree.
+"""Audits by recomputation: whether two results agree, and whether numbers are plausible at all.
 
-Products are verified by projection (`products.py`); the output of several layers can only be recomputed. This module
-has the audit probability and the comparison: two results of the same program over the same operands, both rounded for
-the wire, may differ only as far as the summation order in fp32 explains. Knows no devices and no programs, which
-`server/resident/audits.py` runs. docs/verification.md has the derivation and measurements.
+Products are verified by projection (`products.py`); the output of several layers can only be recomputed. Two results of
+the same program over the same operands, both rounded for the wire, may differ only as far as the summation order in
+fp32 explains. Knows no devices and no programs, which `server/resident/audits.py` runs. docs/verification.md has the
+derivation and measurements.
 """
 
 from __future__ import annotations
@@ -17,13 +17,11 @@ from numpy.typing import NDArray
 
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.batch import Matrix
-from cleave.core.verify.trust import Policy, Trust
 
 Floats = NDArray[np.float64]
 
-SAMPLED: Final = 0.02
-SUSPECTED: Final = 0.25
-
+_ABSURD: Final = 1e12
+"""Magnitude that no model in training reaches, and from which the next layers would overflow."""
 _ARITHMETIC: Final = 1e-4
 """Allowed fp32 error of an element relative to its row's RMS; honest errors are about 1e-6."""
 _MIN_ROW_SHARE: Final = 0.1
@@ -41,18 +39,9 @@ _BAND: Final = 1 << 18
 """Elements compared at a time, to stay in cache."""
 
 
-def chance(policy: Policy, trust: Trust, *, is_proven: bool) -> float:
-    """Probability of auditing a device's work.
-
-    `is_proven`: an audit found such work of the device correct, and none has found it wrong since. Until then
-    everything is audited: most wrong results come from broken devices that are always wrong, so theirs never reach the
-    optimizer.
-    """
-    if policy == "none":
-        return 0.0
-    if policy == "strict" or not is_proven:
-        return 1.0
-    return SUSPECTED if trust.is_suspect or trust.is_audit_suspect else SAMPLED
+def is_plausible(values: Matrix) -> bool:
+    """Whether all numbers are finite and of a magnitude that a model may have."""
+    return bool(values.max() < _ABSURD) and bool(values.min() > -_ABSURD)  # NaN compares as neither
 
 
 def disagreement(found: Matrix, expected: Matrix, format: WireFormat, *, least: float = 0.0) -> float:

@@ -66,6 +66,7 @@ async def welcome(
                     up_bytes_per_s=up,
                     address=channel.address,
                     key=key,
+                    level="own" if key is None else keys.level(key),
                 )
 
 

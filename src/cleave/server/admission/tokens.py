@@ -20,7 +20,9 @@ from typing import Literal
 
 import msgspec
 
+from cleave.core.verify.trust import Level
 from cleave.errors import InputError
+from cleave.settings import TRUST
 
 FILE = "keys.json"
 
@@ -41,6 +43,8 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     hash: str
     created_s: float
     revoked_s: float | None = None
+    trust: Level = TRUST
+    """How far devices are trusted that join with it."""
 
     @property
     def is_valid(self) -> bool:
@@ -50,11 +54,17 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
 class Keys:
     """The keys of a run. Without any device key everyone may join; a revoked key still counts."""
 
-    def __init__(self, *tokens: str, path: Path | None = None) -> None:
+    def __init__(self, *tokens: str, path: Path | None = None, trust: Level = TRUST) -> None:
+        """`tokens` are valid while this process lives, those in the file until revoked.
+
+        `trust` is the level of devices that joined with one of `tokens`, or without any where the run is open.
+        """
         self._path = path
+        self._trust: Level = trust
         self._kept: dict[str, Key] = {}
         self._given = {_digest(token): secrets.token_hex(4) for token in tokens if token}
         self._lent: dict[bytes, str] = {}
+        self._lent_trust: dict[str, Level] = {}
         self._remembered: dict[bytes, str] = {}
         """Tokens verified before, by a fast hash that never leaves this process."""
         self._seen: tuple[int, ...] | None = None
@@ -80,6 +90,13 @@ class Keys:
         kept = self._kept.get(key)
         return kept.is_valid if kept is not None else key in self._memory.values()
 
+    def level(self, key: str) -> Level:
+        """Return how far a device is trusted that joined with this key."""
+        kept = self._kept.get(key)
+        if kept is not None:
+            return kept.trust
+        return self._lent_trust.get(key, self._trust)
+
     def administers(self, token: str) -> bool:
         """Whether this token lets a person view and control the run."""
         self._refresh()
@@ -95,10 +112,11 @@ class Keys:
         """Whether there is no key of any kind."""
         return not self._kept and not self._given
 
-    def lend(self) -> str:
+    def lend(self, trust: Level = "own") -> str:
         """Return a token for devices this process starts: it expires with the process and leaves an open run open."""
         token = _new_token()
-        self._lent[_digest(token)] = secrets.token_hex(4)
+        key = self._lent[_digest(token)] = secrets.token_hex(4)
+        self._lent_trust[key] = trust
         return token
 
     # -------------------------------------------------------------------------------------------- asked by people
@@ -108,16 +126,22 @@ class Keys:
         self._refresh()
         return tuple(self._kept.values())
 
-    def add(self, role: Role = "device", token: str | None = None) -> tuple[Key, str]:
+    def add(self, role: Role = "device", token: str | None = None, trust: Level = TRUST) -> tuple[Key, str]:
         """Store a new key; return it with its token, which cannot be recovered later."""
         self._refresh()
         token = token or _new_token()
         salt = next((key.salt for key in self._kept.values()), secrets.token_hex(16))
-        key = Key(id=self._new_id(), role=role, salt=salt, hash=_hash(token, salt), created_s=time.time())
+        key = Key(id=self._new_id(), role=role, salt=salt, hash=_hash(token, salt), created_s=time.time(), trust=trust)
         if any(other.hash == key.hash for other in self._kept.values()):
             raise InputError("this run already has that token, maybe revoked; choose another")
         self._write({**self._kept, key.id: key})
         return key, token
+
+    def set_trust(self, id: str, trust: Level) -> None:
+        """Change how far devices are trusted that join with a key from now on."""
+        key = self._kept.get(id)
+        if key is not None and key.trust != trust:
+            self._write({**self._kept, id: msgspec.structs.replace(key, trust=trust)})
 
     def revoke(self, id: str) -> Key:
         """Revoke a key for good: devices that joined with it are disconnected within seconds."""

@@ -110,6 +110,9 @@ class GemmRun:
         self._keeping -= 1
         yield from self._finish()
 
+    def spoiled(self, item: object, reason: str, now: float) -> Requests:
+        raise AssertionError("products are checked before they are stored")
+
     def orphaned(self, orphans: Sequence[Orphan], device: DeviceId | None, now: float) -> Requests:
         """Reassign what is left of tasks; a loss of `device` is tracked until it is recovered."""
         loss = _Loss(device, now) if device is not None else None

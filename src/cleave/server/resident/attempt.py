@@ -292,7 +292,8 @@ class Attempt:
 
     def _case(self, account: Account) -> AuditCase | None:
         direction: Direction = "backward" if self.goes_back else "forward"
-        return self._audits.case_of(account, self._tasks.held[account.shard], direction, self._barred)
+        held, is_trained = self._tasks.held[account.shard], self._batch.is_trained
+        return self._audits.case_of(account, held, direction, barred=self._barred, is_trained=is_trained)
 
     # -------------------------------------------------------------------------------------------- tasks
 

@@ -1,9 +1,10 @@
 """Audits: which work on resident layers the server recomputes, because it cannot be checked otherwise.
 
-An audit covers an account: all that one device did for one shard in a pass. Whether to audit it is drawn when its first
-result arrives, and no message reveals it; from then on its results are kept with the messages that led to them. When
-the account has been read, or the pass is about to end, they are replayed off the loop (`audit_case.py`), one account at
-a time. A pass hands out nothing before its audits have finished; a failed audit makes it begin again.
+An audit covers an account: all that one device did for one shard in a pass. Whether to audit it depends on the level of
+the device's token and on its record; a sample is drawn when its first result arrives, and no message reveals it. From
+then on its results are kept with the messages that led to them. When the account has been read, or the pass is about to
+end, they are replayed off the loop (`audit_case.py`), one account at a time. A pass hands out nothing before its audits
+have finished. A failed audit makes it begin again, and convicts the device's token (`core/verify/vouching.py`).
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from dataclasses import dataclass
 from cleave import events
 from cleave.core.model.batch import Direction
 from cleave.core.schedule.accounts import Account
-from cleave.core.schedule.members import Roster
+from cleave.core.schedule.members import Member, Roster
 from cleave.core.schedule.tasks import DeviceId
-from cleave.core.verify.recompute import chance
-from cleave.core.verify.trust import Policy, Trust
+from cleave.core.verify.trust import audited_share
+from cleave.core.verify.vouching import Vouching
 from cleave.server.contract import Audit, Blame, Requests, Run, Tell
 from cleave.server.resident.audit_case import AuditCase
 from cleave.server.resident.held_shard import HeldShard
@@ -40,11 +41,19 @@ class Audits:
     """The audits of one pass at a time; lives with the engine."""
 
     def __init__(
-        self, policy: Policy, *, can_replay: bool, draw: Callable[[], float], roster: Roster, totals: AuditTotals
+        self,
+        *,
+        can_replay: bool,
+        draw: Callable[[], float],
+        roster: Roster,
+        vouching: Vouching,
+        totals: AuditTotals,
     ) -> None:
         """`draw` returns a random number between 0 and 1; without `can_replay` nothing is audited."""
-        self._policy: Policy = policy if can_replay else "none"
-        self._draw, self._roster, self._totals = draw, roster, totals
+        self.can_replay = can_replay
+        self.covers_all = False
+        """Audit every account of the pass, whoever it is of."""
+        self._draw, self._roster, self._vouching, self._totals = draw, roster, vouching, totals
         self._cases: dict[Account, AuditCase | None] = {}
         """None: not audited, or already concluded."""
         self._open = 0
@@ -53,11 +62,21 @@ class Audits:
         self._running: AuditCase | None = None
 
     def case_of(
-        self, account: Account, held: HeldShard, direction: Direction, barred: Collection[DeviceId]
+        self,
+        account: Account,
+        held: HeldShard,
+        direction: Direction,
+        *,
+        barred: Collection[DeviceId],
+        is_trained: bool,
     ) -> AuditCase | None:
-        """Return the case that collects an account's results; None if it is not audited."""
+        """Return the case that collects an account's results; None if it is not audited.
+
+        `barred` devices take part only because no other can, and are always audited. Unless `is_trained`, weights do
+        not depend on the pass.
+        """
         if account not in self._cases:
-            chosen = self._is_chosen(account, direction, is_barred=account.device in barred)
+            chosen = self._is_chosen(account, direction, is_barred=account.device in barred, is_trained=is_trained)
             self._cases[account] = AuditCase(account, held) if chosen else None
             self._open += chosen
         return self._cases[account]
@@ -99,30 +118,43 @@ class Audits:
         device, units = case.account.device, len(case.units)
         self._totals.units += units
         yield Tell(events.Audited(device=device, units=units, is_right=not reason))
-        trust = self._trust(device)
+        member = self._member(device)
         if not reason:
-            if trust is not None:
-                trust.audited_right(case.directions)
+            if member is not None:
+                member.trust.audited_right(case.directions)
         else:
             self._totals.wrong += 1
-            if trust is not None:
-                trust.audited_wrong()
-            yield Blame(device, reason)
+            yield from self.convict(device, reason)
         yield from self._go_on(run)
+
+    def convict(self, device: DeviceId, reason: str) -> Requests:
+        """Count work found wrong, and distrust the device's token from now on."""
+        member = self._member(device)
+        if member is None or member.key is None:
+            yield Blame(device, reason)
+            return
+        yield Blame(device, reason, is_final=self._vouching.is_convicted(member.key))
+        member.trust.audited_wrong()
+        self._vouching.convict(member.key, device)
 
     def _go_on(self, run: Run) -> Requests:
         if self._running is None and self._queue:
             self._running = self._queue.popleft()
             yield Audit(run, self._running)
 
-    def _is_chosen(self, account: Account, direction: Direction, *, is_barred: bool) -> bool:
+    def _is_chosen(self, account: Account, direction: Direction, *, is_barred: bool, is_trained: bool) -> bool:
         member = self._roster.members.get(account.device)
-        if self._policy == "none" or member is None or member.key is None:  # no key: the server itself
+        if not self.can_replay or member is None or member.key is None:  # no key: the server itself
             return False
-        if is_barred:
-            return True  # it takes part again only because no other device can
-        return self._draw() < chance(self._policy, member.trust, is_proven=direction in member.trust.proven)
+        if self.covers_all or is_barred:
+            return True
+        share = audited_share(member.level, member.trust, direction, proven=len(self._roster.members))
+        if 0 < share < 1 and not self._vouching.may_go_unchecked(member.key):
+            return True
+        chosen = self._draw() < share
+        if not chosen and is_trained and member.level != "own":
+            self._vouching.used_unchecked(member.key)
+        return chosen
 
-    def _trust(self, device: DeviceId) -> Trust | None:
-        member = self._roster.members.get(device) or self._roster.past.get(device)
-        return member.trust if member is not None else None
+    def _member(self, device: DeviceId) -> Member | None:
+        return self._roster.members.get(device) or self._roster.past.get(device)

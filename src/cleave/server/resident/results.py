@@ -19,6 +19,8 @@ from cleave.core.schedule.accounts import Account
 from cleave.core.schedule.pipeline import Unit
 from cleave.core.schedule.rectangles import Rectangle
 from cleave.core.schedule.tasks import OperandId, Task
+from cleave.core.verify.recompute import is_plausible
+from cleave.errors import WrongResult
 from cleave.protocol import messages
 from cleave.protocol.frames import Buffer
 from cleave.protocol.numbers import Codec, Matrix
@@ -73,6 +75,14 @@ class ResidentResults:
         )
         self._adding = threading.Lock()
         self._gradients: dict[int, Matrix] = {}
+        self.takes_anything = False
+        """Store implausible numbers too, as everything is audited."""
+        self.is_plausible = True
+        """Whether all numbers of the attempt were plausible."""
+
+    def begin(self, *, takes_anything: bool) -> None:
+        """Begin an attempt."""
+        self.takes_anything, self.is_plausible = takes_anything, True
 
     def expect_gradients(self) -> None:
         """Discard the gradients of an aborted backward pass."""
@@ -92,19 +102,21 @@ class ResidentResults:
         raise AssertionError("what a fused unit computes cannot be checked by projection, only audited")
 
     def keep(self, item: object) -> None:
-        match item:
-            case UnitResult():
-                self._keep_unit(item)
-            case GradientPart():
-                self._keep_gradient(item)
-            case _:
-                raise AssertionError(f"a pass keeps units and gradients, not {type(item).__name__}")
+        with np.errstate(all="ignore"):  # a device may return anything
+            match item:
+                case UnitResult():
+                    self._keep_unit(item)
+                case GradientPart():
+                    self._keep_gradient(item)
+                case _:
+                    raise AssertionError(f"a pass keeps units and gradients, not {type(item).__name__}")
 
     def audit(self, case: object) -> str:
         assert self._replay is not None, "else nothing is audited"
         started = time.thread_time()
         try:
-            return cast("AuditCase", case).judge(self._replay, self._operands)
+            with np.errstate(all="ignore"):
+                return cast("AuditCase", case).judge(self._replay, self._operands)
         finally:
             self._totals.busy_s += time.thread_time() - started
 
@@ -112,6 +124,7 @@ class ResidentResults:
         values = np.empty((result.rows, result.cols), dtype=np.float32)
         for part, payload in result.parts:
             self._decode(payload, result.message.format, part, values[part.top : part.bottom, part.left : part.right])
+        self._inspect(values)
         unit = result.unit
         sequence, chunk = unit.seat.sequence, unit.chunk
         if result.case is not None:
@@ -127,6 +140,7 @@ class ResidentResults:
         part, view = result.part, result.view
         values = np.empty((part.rows, part.cols), dtype=np.float32)
         self._decode(result.payload, result.message.format, part, values)
+        self._inspect(values)
         if result.case is not None:
             result.case.keep_gradient(result.index, result.message, part, values)
         whole = self.gradient(view.parameter)
@@ -137,6 +151,13 @@ class ResidentResults:
                 inside = wanted.moved(-part.top, -part.left)
                 added = values[inside.top : inside.bottom, inside.left : inside.right]
                 target[wanted.top : wanted.bottom, wanted.left : wanted.right] += added
+
+    def _inspect(self, values: Matrix) -> None:
+        """Refuse numbers that no model in training has, unless they will be audited."""
+        if not is_plausible(values):
+            self.is_plausible = False
+            if not self.takes_anything:
+                raise WrongResult("numbers that are not finite, or too large for any model")
 
     def _decode(self, payload: object, format: WireFormat, part: Rectangle, values: Matrix) -> None:
         if format == "fp32":

@@ -40,7 +40,7 @@ from cleave.server.resident.activations import Activations, Batched
 from cleave.server.resident.attempt import Attempt
 from cleave.server.resident.audit_case import AuditCase
 from cleave.server.resident.audits import Audits
-from cleave.server.resident.results import GradientPart, ResidentResults
+from cleave.server.resident.results import GradientPart, ResidentResults, UnitResult
 from cleave.server.resident.tasks import HoldWork, ResidentTasks, ResidentWork
 
 log = logging.getLogger(__name__)
@@ -79,6 +79,8 @@ class ResidentRun:
         """Devices that failed a unit of this pass."""
         self.barred: set[DeviceId] = set()
         """Devices whose work in this pass was found wrong."""
+        self._spoilers: dict[DeviceId, str] = {}
+        """Devices that returned implausible numbers, which made the pass begin again under audits of everything."""
         self._format: WireFormat = format
         self._operands, self._ids, self._fleet, self._audits, self._post = operands, ids, fleet, audits, post
         self._plan, self._dy = plan, cast("Matrix | None", None)
@@ -157,6 +159,8 @@ class ResidentRun:
                 format=self._format,
             )
         self._activations = activations
+        self.results.begin(takes_anything=bool(self._spoilers) or not self._audits.can_replay)
+        self._audits.covers_all = bool(self._spoilers)
         if self._course != "forward":
             activations.expect_gradients(self._dy)
             self.results.expect_gradients()
@@ -263,6 +267,24 @@ class ResidentRun:
             plan, self._next_plan = self._next_plan, None
             yield from self._try(plan, now)
 
+    def spoiled(self, item: object, reason: str, now: float) -> Requests:
+        """Begin again under audits of everything: the numbers are the device's fault, or the model's own."""
+        assert isinstance(item, UnitResult | GradientPart)
+        device = (item.unit.seat if isinstance(item, UnitResult) else item.account).device
+        if self._attempt is None:
+            yield from self.kept(item, now)  # of an attempt that has ended
+            return
+        self._attempt.keeping -= 1
+        if self._has_delivered:
+            yield from self._fail_late(f"{device} returned {reason}")
+            return
+        self._spoilers[device] = reason
+        yield from self._try_again(f"{device} returned {reason}")
+
+    def _fail_late(self, reason: str) -> Requests:
+        yield from self.fail(CleaveError(f"{reason} after weights had been updated; resume from the last checkpoint"))
+        yield End(self)
+
     @property
     def _is_storing(self) -> bool:
         """Whether results of an attempt that ended are still being stored."""
@@ -284,9 +306,7 @@ class ResidentRun:
         if not reason:
             yield from self._go_on(now)
         elif self._has_delivered:
-            error = f"{wrong} was found wrong after weights had been updated; resume from the last checkpoint"
-            yield from self.fail(CleaveError(error))
-            yield End(self)
+            yield from self._fail_late(f"{wrong} was found wrong")
         else:
             self.barred.add(wrong)
             yield from self._try_again(f"the work of {wrong} was found wrong")
@@ -316,6 +336,7 @@ class ResidentRun:
         if is_sure and attempt.has_outputs:
             yield Resolve(self.outputs, attempt.activations.outputs)
         if is_sure and attempt.is_over:
+            yield from self._blame_spoilers()
             gathered = attempt.gathered() if attempt.goes_back else None
             yield from self._end_attempt()
             yield End(self)
@@ -325,6 +346,14 @@ class ResidentRun:
         elif attempt.is_stuck:
             reason = "the remaining devices cannot continue with what they hold"
             yield from self._park(reason) if self._has_delivered else self._try_again(reason)
+
+    def _blame_spoilers(self) -> Requests:
+        """Blame devices for implausible numbers, unless they are the model's own: everything was recomputed since."""
+        if self.results.is_plausible:
+            for device, reason in self._spoilers.items():
+                if device not in self.barred:  # else found wrong already
+                    yield from self._audits.convict(device, f"it returned {reason}; recomputed, they are neither")
+        self._spoilers.clear()
 
     def fail(self, error: CleaveError) -> Requests:
         yield from self._end_attempt()
