@@ -28,6 +28,10 @@ if TYPE_CHECKING:
     from cleave.core.schedule.members import Member
 
 _UNENCRYPTED = "tokens and numbers travel in the clear, for anyone on the network to read; add --tls"
+_STRANGERS = (
+    "devices that join are strangers: this server recomputes all their work on resident layers; if they are your own "
+    "machines, add --trust own"
+)
 _LOCAL_WAIT_S = 60.0
 
 
@@ -84,6 +88,8 @@ class TrainingRun:
             self.view.show_join_command(fleet.join_command, is_local=not fleet.is_reachable)
         if not keys.is_open and fleet.is_reachable and fleet.public_url.startswith("ws:"):
             self.observe(Note(text=_UNENCRYPTED))
+        if fleet.is_reachable and config.trust is None:
+            self.observe(Note(text=_STRANGERS))
         if count:
             fleet.start_devices(count, threads=config.device_threads)
             _reserve_cores(count * config.device_threads)

@@ -26,6 +26,7 @@ class DeviceRow(Protocol):
     down_bytes: int
     up_bytes: int
     idle_reason: str
+    level: str
 
     @property
     def rates(self) -> tuple[float, float, float]: ...
@@ -36,6 +37,7 @@ _COLUMNS: tuple[tuple[str, Callable[[DeviceRow], str]], ...] = (
     ("tasks", lambda device: f"{device.tasks:,}"),
     ("work", lambda device: si(device.done_flops, "FLOP")),
     ("speed", lambda device: si(device.rates[0], "FLOP/s")),
+    ("trust", lambda device: device.level),
     ("received", lambda device: si(device.down_bytes, "B")),
     ("returned", lambda device: si(device.up_bytes, "B")),
     ("down", lambda device: si(device.rates[1], "B/s")),

@@ -20,6 +20,8 @@ class RunFigures:
         self.grain: events.GrainChosen | None = None
         self.waits: str | None = None
         """Why no device computes, while that is so."""
+        self.undone = 0
+        """Steps that were undone, as unchecked work was found wrong."""
         self.recent: deque[events.StepDone] = deque(maxlen=_RECENT_STEPS)
         self._step_s: list[float] = []
         self._waiting_s = self._checking_s = 0.0
@@ -38,6 +40,7 @@ class RunFigures:
             case events.RolledBack():
                 before = self.started.first_step - 1 if self.started else 0
                 del self.losses[max(0, event.step - before) :]
+                self.undone += event.from_step - event.step
             case events.Evaluated():
                 self.evaluated = event
             case events.GrainChosen():

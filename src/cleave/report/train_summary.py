@@ -111,6 +111,8 @@ def _facts(summary: RunSummary, figures: RunFigures) -> dict[str, str]:
         )
         if figures.checking_s:
             facts["checks"] = f"{seconds(figures.checking_s)} verifying results, while devices computed"
+    if figures.undone:
+        facts["undone"] = f"{plural(figures.undone, 'step')}, which rested on work of a device found wrong"
     return facts
 
 
@@ -142,6 +144,7 @@ def _as_json(
                 "flops": device.done_flops,
                 "verified_flops": device.verified_flops,
                 "wrong": device.wrong,
+                "trust": device.level,
                 "down_bytes": device.down_bytes,
                 "up_bytes": device.up_bytes,
                 "idle_reason": device.idle_reason,

@@ -30,6 +30,7 @@ from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.core.schedule.members import STAND_IN, Member
 from cleave.core.schedule.tasks import DeviceId
+from cleave.core.verify.trust import usual_share
 from cleave.core.verify.vouching import Vouching
 from cleave.errors import FleetGoneError
 from cleave.protocol.numbers import Codec, Matrix, NumpyCodec
@@ -113,6 +114,7 @@ class Cluster:
                 events.GrainChosen(grain=choice.grain, reason=choice.reason, predicted_s=choice.predicted_s)
             ),
             arrange=arrange,
+            audited=self._audited,
         )
         self._checker, self._audit_totals = Checker(self._codec), AuditTotals()
         self._driver = Driver(
@@ -313,6 +315,19 @@ class Cluster:
     def _snapshot(self) -> Snapshot:
         with self._lock:
             return self.engine.roster.number, self.engine.roster.profiles()
+
+    def _audited(self) -> dict[str, float]:
+        """Share of each device's work on resident layers that is audited once the device is proven, where not 0."""
+        if self._replay is None:
+            return {}
+        with self._lock:
+            members, convicted = list(self.engine.roster.members.values()), self.engine.vouching.is_convicted
+            shares = {
+                member.name: usual_share("stranger" if convicted(member.key or "") else member.level, len(members))
+                for member in members
+                if member.level != "own"
+            }
+        return {name: share for name, share in shares.items() if share}
 
     def _plan_again(self, run: Run) -> object:
         assert isinstance(run, ResidentRun), "only passes ask for plans"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import ParamSpec, TypeVar
@@ -68,9 +68,11 @@ class Planning:
         fleet: Callable[[], Snapshot],
         tell: Callable[[PassChoice], None],
         arrange: Arrange = plan_columns,
+        audited: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`tell` hears of each new choice of a grain for training."""
+        """`tell` hears of each new choice of a grain for training; `audited` is as in `choose_pass`."""
         self._setting, self._fleet, self._tell, self._arrange = setting, fleet, tell, arrange
+        self._audited = audited
         self._process = PlanProcess()
         self._lock = threading.RLock()
         self._adopted: Snapshot = (-1, None)
@@ -134,9 +136,17 @@ class Planning:
             return choice
 
     def _choose(self, work: PassWork, profiles: Profiles | None, local: Local, *, must: bool) -> PassChoice:
-        previous, arrange = self._previous(work), self._arrange
         return self._call(
-            profiles, choose_pass, work, profiles, self._setting, local, must=must, previous=previous, arrange=arrange
+            profiles,
+            choose_pass,
+            work,
+            profiles,
+            self._setting,
+            local,
+            must=must,
+            previous=self._previous(work),
+            arrange=self._arrange,
+            audited=self._audited(),
         )
 
     def plan_again(self, work: PassWork, unable: Collection[str], barred: Collection[str]) -> ResidentPlan:

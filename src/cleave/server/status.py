@@ -24,6 +24,8 @@ class DeviceStatus:
     verified_flops: float
     wrong: int
     """Results found wrong."""
+    trust: str
+    """Level of the token it joined with: own, known or stranger."""
     down_bytes: int
     up_bytes: int
     idle_reason: str
@@ -44,6 +46,7 @@ class DeviceStatus:
             done_flops=member.done_flops,
             verified_flops=member.verified_flops,
             wrong=member.wrong,
+            trust=member.level,
             down_bytes=member.down_bytes,
             up_bytes=member.up_bytes,
             idle_reason=member.idle_reason,

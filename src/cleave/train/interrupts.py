@@ -39,13 +39,13 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Defer interrupts to the end of the block."""
-        self._held = True
+        """Defer interrupts to the end of the block, or of the outermost one."""
+        was_held, self._held = self._held, True
         try:
             yield
         finally:
-            self._held = False
-        if self._pending:
+            self._held = was_held
+        if self._pending and not was_held:
             raise KeyboardInterrupt
 
     def taken(self) -> None:

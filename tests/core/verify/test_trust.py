@@ -103,11 +103,11 @@ def test_no_order_of_results_hides_more_wrongs_than_the_rights_offset(story: lis
 def test_how_much_is_audited_follows_the_level_and_the_record() -> None:
     good, suspect = proven(Trust()), proven(Trust(suspicion=0.5))
     for trust in (good, suspect, Trust()):
-        assert audited_share("own", trust, "backward", proven=4) == 0
-        assert audited_share("stranger", trust, "backward", proven=4) == 1
-    assert audited_share("known", good, "backward", proven=4) == SAMPLED_PER_PASS / 4
-    assert audited_share("known", suspect, "backward", proven=4) == 1
-    assert audited_share("known", good, "forward", proven=4) == 1, "each direction is proven by itself"
+        assert audited_share("own", trust, "backward", 4) == 0
+        assert audited_share("stranger", trust, "backward", 4) == 1
+    assert audited_share("known", good, "backward", 4) == SAMPLED_PER_PASS / 4
+    assert audited_share("known", suspect, "backward", 4) == 1
+    assert audited_share("known", good, "forward", 4) == 1, "each direction is proven by itself"
 
 
 def test_a_device_is_proven_by_several_audits_in_a_row() -> None:

@@ -74,7 +74,7 @@ def test_a_token_is_valid_after_a_restart_though_only_its_hash_was_kept(path: Pa
     key, token = Keys(path=path).add("device")
     text = path.read_text()
     assert token not in text
-    assert json.loads(text)[0].keys() == {"id", "role", "salt", "hash", "created_s", "revoked_s"}
+    assert json.loads(text)[0].keys() == {"id", "role", "salt", "hash", "created_s", "revoked_s", "trust"}
     again = Keys(path=path)
     assert again.identify(token) == key.id
     assert again.identify(token) == key.id

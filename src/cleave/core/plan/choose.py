@@ -8,7 +8,7 @@ arguments give the same choice, in this process or another.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -136,10 +136,12 @@ def choose_pass(
     must: bool = False,
     previous: ResidentPlan | None = None,
     arrange: Arrange = plan_columns,
+    audited: Mapping[str, float] | None = None,
 ) -> PassChoice:
     """Keep layers resident on devices, or compute them product by product, whichever takes less time.
 
     With `must`, layers are resident wherever they fit. `previous` is kept unless another arrangement is clearly faster.
+    `audited` is the share of each device's work that this server recomputes, where it is not 0.
     """
     if profiles is None:
         return PassChoice(is_resident=must, plan=None, reason="no device is connected")
@@ -150,14 +152,15 @@ def choose_pass(
     resident_s = plan.step_s + handling_s(plan.down_bytes, plan.up_bytes)
     if not work.is_trained:
         resident_s /= 3 if plan.limit == "compute" else 2  # forward only, while the plan is for forward and backward
+    audits_s = _audited_flops(plan, work, audited or {}) / local.flops_per_s
+    resident_s += audits_s
     gemm_s = gemms_s(work, profiles, setting) + work.attention_flops / local.flops_per_s
     local_s = work.flops / local.flops_per_s if local.may_compute else math.inf
     best_s = min(gemm_s, local_s)
+    limit = f"limit: {plan.limit}" + (f"; {audits_s:.3g} s of audits" if audits_s else "")
     if not must and best_s < resident_s:
         where = "product by product" if gemm_s < local_s else "on this server alone"
-        reason = (
-            f"predicted {best_s:.3g} s a step {where}, {resident_s:.3g} s with resident layers (limit: {plan.limit})"
-        )
+        reason = f"predicted {best_s:.3g} s a step {where}, {resident_s:.3g} s with resident layers ({limit})"
         return PassChoice(
             is_resident=False, plan=None, reason=reason, resident_s=resident_s, gemm_s=gemm_s, local_s=local_s
         )
@@ -165,10 +168,13 @@ def choose_pass(
     if local_s < math.inf:
         beside += f", {local_s:.3g} s on this server alone"
     held = "; ".join(_described(stage, work.decoder) for stage in plan.stages)
-    reason = (
-        f"predicted {resident_s:.3g} s a step (limit: {plan.limit}), {beside}; chunks of {plan.chunk} tokens; {held}"
-    )
+    reason = f"predicted {resident_s:.3g} s a step ({limit}), {beside}; chunks of {plan.chunk} tokens; {held}"
     return PassChoice(is_resident=True, plan=plan, reason=reason, resident_s=resident_s, gemm_s=gemm_s, local_s=local_s)
+
+
+def _audited_flops(plan: ResidentPlan, work: PassWork, audited: Mapping[str, float]) -> float:
+    """FLOPs that this server recomputes, on average, if the plan's devices do equal shares."""
+    return work.flops * sum(audited.get(device, 0.0) for device in plan.devices) / len(plan.devices)
 
 
 def plan_pass(

@@ -81,9 +81,12 @@ class Trust:
         return max(self.suspicion, self.audit_suspicion) > WRONGS_TO_QUARANTINE - 1
 
 
-def audited_share(level: Level, trust: Trust, direction: str, *, proven: int) -> float:
-    """Return the probability of auditing a device's account; `proven` devices share the sampled audits of a pass."""
-    if level == "own":
-        return 0.0
+def usual_share(level: Level, devices: int) -> float:
+    """Return the probability of auditing an account of a proven device in a fleet of so many."""
+    return {"own": 0.0, "known": SAMPLED_PER_PASS / max(1, devices), "stranger": 1.0}[level]
+
+
+def audited_share(level: Level, trust: Trust, direction: str, devices: int) -> float:
+    """Return the probability of auditing a device's account: everything of newcomers and suspects but one's own."""
     is_doubtful = trust.is_suspect or trust.is_audit_suspect or not trust.is_proven(direction)
-    return 1.0 if level == "stranger" or is_doubtful else SAMPLED_PER_PASS / max(1, proven)
+    return 1.0 if is_doubtful and level != "own" else usual_share(level, devices)

@@ -148,7 +148,7 @@ class Audits:
             return False
         if self.covers_all or is_barred:
             return True
-        share = audited_share(member.level, member.trust, direction, proven=len(self._roster.members))
+        share = audited_share(member.level, member.trust, direction, len(self._roster.members))
         if 0 < share < 1 and not self._vouching.may_go_unchecked(member.key):
             return True
         chosen = self._draw() < share
