@@ -14,13 +14,29 @@ from cleave.cli import completion, fleet, join, plan, runs, token, train
 from cleave.cli.arguments import BAD_INPUT, Parser
 from cleave.errors import CleaveError
 
+_FAILED = 1
 _INTERRUPTED = 130
+_LONG_RUNNING = {"train", "join"}
+"""Verbs that must not wait for whoever reads their output."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns exit code 0, or 2 after printing one sentence to stderr if the input is at fault."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.verb not in _LONG_RUNNING:
+        return _run(parser, options)
+    from cleave.terminal import never_blocking
+
+    with never_blocking("stderr", *(() if getattr(options, "json", False) else ("stdout",))):
+        try:
+            return _run(parser, options)
+        except Exception:
+            sys.excepthook(*sys.exc_info())  # while printing it cannot block
+            return _FAILED
+
+
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     _set_log_level()
     if options.verb is None:
         parser.print_help()

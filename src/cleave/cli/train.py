@@ -179,17 +179,18 @@ def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: 
             )
         run.finished = summary.reason == "done"
         run.tell_audits()
-        train_summary.show(
-            summary,
-            run.view.figures,
-            run.fleet.cluster.members() if run.fleet else [],
-            directory,
-            Console(highlight=False),
-            can_be_joined=run.fleet is not None and run.fleet.is_reachable,
-            as_json=as_json,
-        )
+        devices = run.fleet.cluster.members() if run.fleet else []
     finally:
-        run.close()
+        run.close()  # before the summary, for which a reader may make us wait
+    train_summary.show(
+        summary,
+        run.view.figures,
+        devices,
+        directory,
+        Console(highlight=False, markup=False, emoji=False),
+        can_be_joined=run.fleet is not None and run.fleet.is_reachable,
+        as_json=as_json,
+    )
 
 
 def _config(run_file: str | None, overrides: Mapping[str, object], directory: Path, *, resume: bool) -> TrainConfig:
