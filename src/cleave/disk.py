@@ -1,7 +1,8 @@
 """Files that survive a killed process, a power failure or a full disk.
 
 `write_whole` replaces a small file atomically: readers see the old text or the new one. `AppendedFile` grows record by
-record; its writers wait for no full or hung disk. Knows no formats; event logs, settings, keys and curves are written through it.
+record; its writers wait for no full or hung disk. Knows no formats; event logs, settings, keys and curves are written
+through it.
 """
 
 from __future__ import annotations

@@ -254,11 +254,8 @@ class EventLog:
     def __call__(self, event: AnyEvent) -> None:
         self._append(event)
         if (dropped := self._file.dropped) > self._reported and not self._file.waiting:
-            self._append(
-                Note(
-                    text=f"the disk was full or did not answer for too long: {dropped - self._reported} events were dropped"
-                )
-            )
+            lost = f"{dropped - self._reported} events were dropped"
+            self._append(Note(text=f"the disk was full or did not answer for too long: {lost}"))
             self._reported = dropped
 
     def close(self) -> None:

@@ -15,7 +15,7 @@ import os
 import select
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import IO, Final, TextIO
 
@@ -35,12 +35,8 @@ class QueuedStream(io.TextIOBase):
         self._file = os.dup(stream.fileno())
 
     @property
-    def encoding(self) -> str:
+    def encoding(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self._stream.encoding
-
-    @property
-    def errors(self) -> str | None:
-        return self._stream.errors
 
     def writable(self) -> bool:
         return True
@@ -68,18 +64,11 @@ class QueuedStream(io.TextIOBase):
 
     def send(self, text: str) -> None:
         """Write to the file, for as long as it takes."""
-        data = memoryview(text.encode(self.encoding, "backslashreplace"))
-        while data:
-            try:
-                data = data[os.write(self._file, data[:_CHUNK_BYTES]) :]
-            except BlockingIOError:  # somebody made the terminal non-blocking
-                select.select([], [self._file], [])
-            except OSError:  # the reader is gone
-                return
+        _write(self._file, text.encode(self.encoding, "backslashreplace"))
 
 
 @contextmanager
-def never_blocking(*names: str) -> Iterator[None]:
+def never_blocking(*names: str) -> Generator[None]:
     """Within the block, writing to `sys.stdout` and `sys.stderr`, as named, never waits.
 
     Streams to the same file share a queue, which keeps their order. Streams that are not files stay as they are.
@@ -99,6 +88,14 @@ def never_blocking(*names: str) -> Iterator[None]:
             setattr(sys, name, stream)
         for each in queued:
             each.release(PATIENCE_S)
+
+
+def send(stream: TextIO, text: str) -> None:
+    """Write to a stream from a thread that may be stuck there when the interpreter ends, past the stream's buffer."""
+    if stream is sys.__stderr__ and _has_file(stream):
+        _write(stream.fileno(), text.encode(stream.encoding, "backslashreplace"))
+    else:  # a notebook, say
+        stream.write(text)
 
 
 def is_behind(stream: IO[str]) -> bool:
@@ -127,6 +124,18 @@ class _Output(Sink["tuple[QueuedStream, str]"]):
             stream.send(f"... {dropped - self._reported} pieces of output were dropped, as nobody read them\n")
             self._reported = dropped
         stream.send(text)
+
+
+def _write(file: int, text: bytes) -> None:
+    """Write to a file, for as long as it takes, until its reader is gone."""
+    rest = memoryview(text)
+    while rest:
+        try:
+            rest = rest[os.write(file, rest[:_CHUNK_BYTES]) :]
+        except BlockingIOError:  # somebody made the terminal non-blocking
+            select.select([], [file], [])
+        except OSError:
+            return
 
 
 def _has_file(stream: IO[str] | None) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -39,6 +40,19 @@ def test_a_script_without_logging_sees_devices_join_and_the_grain_chosen() -> No
 def test_a_script_decides_what_becomes_of_the_log(silence: str) -> None:
     run = subprocess.run([sys.executable, "-c", silence + SCRIPT], capture_output=True, text=True, check=True)
     assert "joined" not in run.stderr
+
+
+def test_a_script_whose_output_nobody_reads_goes_on_and_ends() -> None:
+    talk = "\nwith cleave.Fleet.serve('127.0.0.1:0') as fleet:\n    for number in range(5000): fleet.say('a line ' * 9)"
+    reading, writing = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", f"import cleave{talk}"], stderr=writing)
+    try:
+        os.close(writing)
+        assert process.wait(120.0) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reading)
 
 
 def test_devices_and_status_show_who_is_connected_and_what_they_did() -> None:

@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with never_blocking("stderr", *(() if getattr(options, "json", False) else ("stdout",))):
         try:
             return _run(parser, options)
-        except Exception:
-            sys.excepthook(*sys.exc_info())  # while printing it cannot block
+        except Exception as fault:
+            sys.excepthook(type(fault), fault, fault.__traceback__)  # here, where printing it cannot block
             return _FAILED
 
 

@@ -153,10 +153,9 @@ def _run_train(options: argparse.Namespace) -> None:
 
 def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: bool, as_json: bool) -> None:
     """Train; every event goes to the run's event log and, live, to the screen."""
-    from rich.console import Console
-
     from cleave.extras import install_command
     from cleave.report import train_summary
+    from cleave.report.plain import plain_console
 
     directory = _run_directory(run_file, overrides, resume=resume)
     config = _config(run_file, overrides, directory, resume=resume)
@@ -187,7 +186,7 @@ def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: 
         run.view.figures,
         devices,
         directory,
-        Console(highlight=False, markup=False, emoji=False),
+        plain_console(),
         can_be_joined=run.fleet is not None and run.fleet.is_reachable,
         as_json=as_json,
     )

@@ -11,12 +11,11 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from cleave import run_files, settings
 from cleave.api.fleet import Fleet
 from cleave.config import TrainConfig
 from cleave.events import AnyEvent, EventLog, Note, Paused, Throttle
+from cleave.report.plain import plain_console
 from cleave.report.train_screen import TrainView
 from cleave.server.admission.gate import is_loopback
 from cleave.server.admission.tokens import FILE, Keys
@@ -38,7 +37,7 @@ class TrainingRun:
     def __init__(self, config: TrainConfig, directory: Path) -> None:
         self._config, self._directory = config, directory
         self.fleet: Fleet | None = None
-        self.view = TrainView(Console(stderr=True, highlight=False, markup=False, emoji=False), self._devices)
+        self.view = TrainView(plain_console(stderr=True), self._devices)
         self.finished = False
         self._log: EventLog | None = None
         self._pending: list[AnyEvent] = []

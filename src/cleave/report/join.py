@@ -7,8 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Protocol
 
-from rich.console import Console
-
+from cleave.report.plain import plain_console
 from cleave.report.quantities import si
 
 _REFRESH_S = 1.0
@@ -32,7 +31,7 @@ def shown(
 
     Lines quote the server, so they are printed as they are, without markup.
     """
-    console = Console(stderr=True, quiet=quiet, highlight=False, markup=False, emoji=False)
+    console = plain_console(stderr=True, quiet=quiet)
     console.print(f"this machine: {si(flops_per_s, 'FLOP/s')} ({kernel}), {si(memory_bytes, 'B')} for operands")
     stop = threading.Event()
     with console.status("joining ...") as status:
