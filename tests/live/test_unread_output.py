@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import fcntl
 import os
+import pty
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,9 +49,11 @@ async def _come_and_go(url: str, out: Path, numbers: range) -> None:
 
 
 @pytest.fixture
-def unread(tmp_path: Path, settings: str) -> object:
-    reading, writing = os.pipe()
-    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+def unread(tmp_path: Path, settings: str, request: pytest.FixtureRequest) -> Iterator[Process]:
+    """A run with one device of its own, whose standard error is a pipe or a terminal that nobody reads."""
+    reading, writing = pty.openpty() if request.param == "terminal" else os.pipe()
+    if request.param == "pipe":
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
     words = command("train", settings, "--listen", "127.0.0.1:0", "--devices", "1", "--out", str(tmp_path / "run"))
     with (tmp_path / "summary").open("wb") as summary:
         process = subprocess.Popen(words, env=environment(tmp_path), stdout=summary, stderr=writing)
@@ -60,6 +64,7 @@ def unread(tmp_path: Path, settings: str) -> object:
     os.close(reading)
 
 
+@pytest.mark.parametrize("unread", ["pipe"], indirect=True)
 def test_a_run_whose_output_nobody_reads_trains_on_and_ends_well(tmp_path: Path, unread: Process) -> None:
     out = tmp_path / "run"
     wait_until(lambda: (out / "events.jsonl").exists() and last_step(out) >= 1, unread)
@@ -72,8 +77,19 @@ def test_a_run_whose_output_nobody_reads_trains_on_and_ends_well(tmp_path: Path,
     wait_until(lambda: len(departures(out)) == _AT_ONCE * _ROUNDS, unread)
     reached = last_step(out)
     wait_until(lambda: last_step(out) >= reached + 3, unread)
-    unread.send_signal(signal.SIGINT)
-    assert unread.wait(PATIENCE_S) == 0
-    assert list((out / "checkpoints").iterdir())
-    assert any(isinstance(event, RunFinished) for event in read_events(out / "events.jsonl"))
-    assert "interrupted" in (tmp_path / "summary").read_text()
+    _interrupt(unread, tmp_path)
+
+
+@pytest.mark.parametrize("unread", ["terminal"], indirect=True)
+def test_a_stopped_terminal_stops_neither_the_run_nor_ctrl_c(tmp_path: Path, unread: Process) -> None:
+    wait_until(lambda: last_step(tmp_path / "run") >= 30, unread)
+    _interrupt(unread, tmp_path)
+
+
+def _interrupt(process: Process, directory: Path) -> None:
+    """Stop a run as Ctrl-C does; it saves, reports and ends."""
+    process.send_signal(signal.SIGINT)
+    assert process.wait(PATIENCE_S) == 0
+    assert list((directory / "run" / "checkpoints").iterdir())
+    assert any(isinstance(event, RunFinished) for event in read_events(directory / "run" / "events.jsonl"))
+    assert "interrupted" in (directory / "summary").read_text()

@@ -13,6 +13,7 @@ from cleave import __version__
 from cleave.cli import completion, fleet, join, plan, runs, token, train
 from cleave.cli.arguments import BAD_INPUT, Parser
 from cleave.errors import CleaveError
+from cleave.printable import printable
 
 _FAILED = 1
 _INTERRUPTED = 130
@@ -44,7 +45,8 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     try:
         options.run(options)
     except CleaveError as fault:
-        print(f"cleave {options.verb}: {fault}", file=sys.stderr)  # noqa: T201
+        told = [printable(line, len(line)) for line in str(fault).split("\n")]  # may quote a peer or a file
+        print(f"cleave {options.verb}:", "\n".join(told), file=sys.stderr)  # noqa: T201
         return BAD_INPUT
     except KeyboardInterrupt:
         print(f"cleave {options.verb}: interrupted", file=sys.stderr)  # noqa: T201
