@@ -29,7 +29,7 @@ def log_event(event: events.AnyEvent) -> None:
     if text is None:
         return
     level = logging.WARNING if isinstance(event, _WARNINGS) else logging.INFO
-    if _LOG.isEnabledFor(level) if _LOG.hasHandlers() else level >= _least_level():
+    if _LOG.isEnabledFor(level) if _is_configured() else level >= _least_level():
         _LINES.put((level, text))
 
 
@@ -40,10 +40,24 @@ def finish() -> None:
 
 def _write(line: tuple[int, str]) -> None:
     level, text = line
-    if _LOG.hasHandlers():
+    if _is_configured():
         _LOG.log(level, "%s", text)
     elif sys.stderr is not None:
         send(sys.stderr, f"cleave: {text}\n")
+
+
+class _Unconfigured(logging.Handler):
+    """Take warnings of all of Cleave's loggers where no logging is configured; `logging.lastResort` would block."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not _is_configured() and record.levelno >= max(logging.WARNING, _least_level()):
+            _LINES.put((record.levelno, self.format(record)))
+
+
+def _is_configured() -> bool:
+    """Whether the program has log handlers of its own."""
+    loggers = (_LOG, _ALL, logging.getLogger())
+    return any(handler is not _UNCONFIGURED for logger in loggers for handler in logger.handlers)
 
 
 def _least_level() -> int:
@@ -51,4 +65,7 @@ def _least_level() -> int:
     return logging.getLevelNamesMapping().get(name, logging.INFO)
 
 
+_ALL = logging.getLogger("cleave")
+_UNCONFIGURED = _Unconfigured()
+_ALL.addHandler(_UNCONFIGURED)
 _LINES: Sink[tuple[int, str]] = Sink(_write, name="cleave.fleet", room=_MOST_LINES)
