@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from cleave.events import EventLog, Note, RunFinished, read_events
+from cleave import disk
+from cleave.events import AnyEvent, DeviceJoined, DeviceLeft, EventLog, Note, RunFinished, Throttle, read_events
 
 Limit = Callable[[int | None], None]
 
@@ -108,8 +111,80 @@ def test_memory_is_bounded_and_the_gap_is_reported(tmp_path: Path, limit_files: 
     log(Note(text="room"))
     log(Note(text="more"))
     log.close()
-    gap = "the disk was full for too long: 7 events were dropped"
+    gap = "the disk was full or did not answer for too long: 7 events were dropped"
     assert _texts(path) == ["note 0", "note 8", "note 9", "room", gap, "more"]
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs a named pipe")
+def test_a_disk_that_never_answers_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_CLOSE_S", 0.1)
+    path = tmp_path / "events.jsonl"
+    os.mkfifo(path)  # opening it waits for a reader, as a hung network file system does
+    log = _log(path, max_waiting=10)
+    for number in range(1000):
+        log(Note(text=f"note {number}"))
+    log.close()
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # frees the thread
+    os.close(reader)
+
+
+def test_an_event_is_on_disk_when_the_call_returns(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = _log(path)
+    for number in range(100):
+        log(Note(text=f"note {number}"))
+        assert _texts(path)[-1] == f"note {number}"
+    log.close()
+
+
+# ------------------------------------------------------------------------------------------------ floods
+
+
+def _coming_and_going(count: int) -> Iterator[AnyEvent]:
+    for number in range(count):
+        yield DeviceJoined(
+            device=f"d{number}",
+            flops_per_s=1e9,
+            down_bytes_per_s=1e6,
+            up_bytes_per_s=1e6,
+            latency_s=0.01,
+            memory_bytes=1e9,
+            kernel="numpy",
+        )
+        yield DeviceLeft(device=f"d{number}", reason="bye", lost_tasks=0)
+
+
+def test_a_flood_of_joins_and_leaves_adds_little_and_is_summed_up_every_minute() -> None:
+    now_s = 0.0
+    throttle = Throttle(lambda: now_s)
+    passed: list[AnyEvent] = []
+    for number, event in enumerate(_coming_and_going(50_000)):  # 100 a second
+        now_s = number / 100
+        passed += throttle(event)
+    passed += throttle.rest()
+    notes = [event.text for event in passed if isinstance(event, Note)]
+    assert len(passed) - len(notes) <= 10_000 + 2 * now_s + 1
+    assert 1 < len(notes) <= now_s / 60 + 1
+    omitted = sum(int(count.replace(",", "")) for note in notes for count in re.findall(r"([\d,]+) x", note))
+    assert omitted == 100_000 - (len(passed) - len(notes))
+
+
+def test_a_flood_hides_no_step_and_ends_without_a_trace() -> None:
+    now_s = 0.0
+    throttle = Throttle(lambda: now_s)
+    for event in _coming_and_going(50_000):
+        throttle(event)
+    finished = RunFinished(step=1, loss=None, reason="done")
+    assert throttle(finished) == [finished]
+    now_s = 60.0
+    (note,) = throttle(Note(text="after"))[:-1]
+    assert "45,000 x device_joined" in note.text  # type: ignore[union-attr]
+    assert throttle(Note(text="later")) == [Note(text="later")]
+
+
+def test_a_large_fleet_that_joins_at_once_is_logged_whole() -> None:
+    throttle = Throttle(lambda: 0.0)
+    assert all(throttle(event) == [event] for event in _coming_and_going(5_000))
 
 
 def test_a_run_that_ended_before_its_first_step_can_be_read_back(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Files that survive a killed process, a power failure or a full disk.
 
 `write_whole` replaces a small file atomically: readers see the old text or the new one. `AppendedFile` grows record by
-record and waits while the disk is full. Knows no formats; event logs, settings, keys and curves are written through it.
+record; its writers wait for no full or hung disk. Knows no formats; event logs, settings, keys and curves are written
+through it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,12 @@ from io import FileIO
 from pathlib import Path
 from typing import Final
 
+from cleave.sink import Sink
+
 _LOG: Final = logging.getLogger(__name__)
 MAX_WAITING: Final = 100_000  # records, of a few hundred bytes each
+_WRITE_S: Final = 0.1
+_CLOSE_S: Final = 5.0
 
 
 def sync(path: Path) -> None:
@@ -42,7 +47,10 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 class AppendedFile:
-    """Append complete records in order and never raise: what a full disk rejects now is written later.
+    """Append complete records in order, and never raise: what a full disk rejects now is written later.
+
+    A thread of its own writes. `write` returns as soon as the system has the record, so a killed process loses none;
+    but it waits at most _WRITE_S for a disk that does not answer, and not at all until that disk has caught up.
 
     A process that dies in the middle of a record leaves it torn. If every record ends with `end`, the next process to
     open the file terminates the torn one first, so that it does not corrupt the next.
@@ -53,25 +61,37 @@ class AppendedFile:
         self._file: FileIO | None = None
         self._waiting: deque[bytes] = deque()
         self._failing = False
-        self.dropped = 0
-        """Records discarded so far because too many were waiting, oldest first."""
-        self._write_waiting()
+        self._rejected = 0
+        self._sink = Sink(self._take, name=f"write {path.name}", room=max_waiting)
+        self.write(b"")  # opens the file
 
     @property
     def waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + self._sink.waiting
+
+    @property
+    def dropped(self) -> int:
+        """Records discarded so far because too many were waiting, oldest first."""
+        return self._rejected + self._sink.dropped
 
     def write(self, record: bytes) -> None:
-        self._waiting.append(record)
+        is_behind = self._sink.waiting > 0
+        self._sink.put(record)
+        if not is_behind:
+            self._sink.drain(_WRITE_S)
+
+    def close(self) -> None:
+        self._sink.put(b"")  # tries once more
+        if self._sink.drain(_CLOSE_S) and self._file is not None:
+            self._file.close()
+
+    def _take(self, record: bytes) -> None:
+        if record:
+            self._waiting.append(record)
         self._write_waiting()
         if len(self._waiting) > self._max_waiting:
             del self._waiting[1]  # the first may be partly written
-            self.dropped += 1
-
-    def close(self) -> None:
-        self._write_waiting()
-        if self._file is not None:
-            self._file.close()
+            self._rejected += 1
 
     def _write_waiting(self) -> None:
         try:

@@ -6,6 +6,7 @@ no devices and no training; `train` and `server` emit events, the command line w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Literal
@@ -206,10 +207,63 @@ AnyEvent = (
 Listener = Callable[[AnyEvent], None]
 
 
+class Throttle:
+    """Bound what devices that come and go without end add to logs and screens.
+
+    Everything that tells how training went passes (_UNLIMITED). Of other events, _BURST pass at once (a large fleet
+    that joins together) and _PER_S a second in the long run, some 40 MB a day; what is beyond is counted, and a note
+    a minute says how much that was. `clock` is in seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._left, self._at_s = float(_BURST), clock()
+        self._omitted: Counter[str] = Counter()
+        self._since_s = self._at_s
+
+    def __call__(self, event: AnyEvent) -> list[AnyEvent]:
+        """Return the event, unless there are too many, and the note that is due, if any."""
+        now_s = self._clock()
+        passed: list[AnyEvent] = self.rest() if now_s - self._since_s >= _NOTE_S else []
+        self._left, self._at_s = min(self._left + (now_s - self._at_s) * _PER_S, _BURST), now_s
+        if isinstance(event, _UNLIMITED):
+            return [*passed, event]
+        if self._left >= 1:
+            self._left -= 1
+            return [*passed, event]
+        if not self._omitted:
+            self._since_s = now_s
+        self._omitted[str(event.__struct_config__.tag)] += 1
+        return passed
+
+    def rest(self) -> list[AnyEvent]:
+        """Return a note about the events omitted since the last one, if there are any."""
+        omitted, self._omitted = self._omitted, Counter()
+        kinds = ", ".join(f"{count:,} x {kind}" for kind, count in sorted(omitted.items()))
+        return [Note(text=f"too many events to list, left out in the last minute: {kinds}")] if omitted else []
+
+
+_BURST = 10_000
+_PER_S = 2.0
+_NOTE_S = 60.0
+_UNLIMITED = (
+    RunStarted,
+    StepDone,
+    Evaluated,
+    GrainChosen,
+    Audited,
+    RolledBack,
+    CheckpointSaved,
+    Resumed,
+    RunFinished,
+)
+
+
 class EventLog:
     """Append events to a file. A crash can tear only the last line, which `read_events` skips.
 
-    A full disk does not stop a run: events wait in memory, and a note reports how many had to be dropped.
+    An event is with the system when the call returns, so that not even a kill loses it. A full or hung disk does not
+    stop a run: events wait in memory, and a note reports how many had to be dropped. `Throttle` bounds the size.
     """
 
     def __init__(self, path: Path, clock: Callable[[], float], *, max_waiting: int = MAX_WAITING) -> None:
@@ -221,7 +275,8 @@ class EventLog:
     def __call__(self, event: AnyEvent) -> None:
         self._append(event)
         if (dropped := self._file.dropped) > self._reported and not self._file.waiting:
-            self._append(Note(text=f"the disk was full for too long: {dropped - self._reported} events were dropped"))
+            lost = f"{dropped - self._reported} events were dropped"
+            self._append(Note(text=f"the disk was full or did not answer for too long: {lost}"))
             self._reported = dropped
 
     def close(self) -> None:

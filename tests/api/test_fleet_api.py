@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,6 +26,15 @@ with cleave.Fleet.local(1) as fleet:
 """
 
 
+TALKATIVE = """
+import logging, cleave
+with cleave.Fleet.serve("127.0.0.1:0") as fleet:
+    for number in range(5000):
+        fleet.say("a line " * 9)
+        logging.getLogger("cleave.server").warning("a warning")
+"""
+
+
 def test_a_script_without_logging_sees_devices_join_and_the_grain_chosen() -> None:
     run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
     lines = run.stderr.splitlines()
@@ -39,6 +49,18 @@ def test_a_script_without_logging_sees_devices_join_and_the_grain_chosen() -> No
 def test_a_script_decides_what_becomes_of_the_log(silence: str) -> None:
     run = subprocess.run([sys.executable, "-c", silence + SCRIPT], capture_output=True, text=True, check=True)
     assert "joined" not in run.stderr
+
+
+def test_a_script_whose_output_nobody_reads_goes_on_and_ends() -> None:
+    reading, writing = os.pipe()
+    process = subprocess.Popen([sys.executable, "-c", TALKATIVE], stderr=writing)
+    try:
+        os.close(writing)
+        assert process.wait(120.0) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(reading)
 
 
 def test_devices_and_status_show_who_is_connected_and_what_they_did() -> None:

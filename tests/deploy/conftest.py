@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from tests.docs.pages import ROOT
-from tests.support.commands import Process, environment
+from tests.support.commands import Process, environment, piped_to
 
 DEPLOY = ROOT / "deploy"
 Start = Callable[..., Process]
@@ -16,11 +16,11 @@ Start = Callable[..., Process]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a command line under a name; its output goes to the file `NAME.out`."""
+    """Start a command line under a name; its output goes through a pipe to the file `NAME.out`."""
     started: list[Process] = []
 
     def begin(name: str, words: Sequence[str], variables: Mapping[str, str] | None = None) -> Process:
-        with (tmp_path / f"{name}.out").open("ab") as output:
+        with (tmp_path / f"{name}.out").open("ab") as kept, piped_to(kept) as output:
             process = subprocess.Popen(
                 words,
                 cwd=tmp_path,

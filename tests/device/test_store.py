@@ -166,3 +166,18 @@ def test_clearing_also_forgets_states_and_accumulators() -> None:
     assert store.used_bytes == state_bytes((3,), 5) + 48
     store.clear()
     assert (store.used_bytes, store.state(1), store.get(2)) == (0, None, None)
+
+
+def test_countless_tiny_operands_are_refused_before_their_bookkeeping_fills_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("cleave.device.store._MOST_HELD", 10)
+    store, one = OperandStore(NumpyKernel(), 1 << 20), numbers(1, 1)
+    for number in range(10):
+        message, payload = strip(number, one, 0, 1)
+        store.write(message, payload.data)
+    message, payload = strip(10, one, 0, 1)
+    with pytest.raises(ProtocolError, match="at most 10 operands"):
+        store.write(message, payload.data)
+    store.drop((3,))
+    store.write(message, payload.data)

@@ -357,3 +357,40 @@ async def test_a_product_that_cannot_be_computed_fails_and_the_worker_continues(
         np.testing.assert_array_equal(await script.results(1, (30, 30)), x @ x.T, "the same task may come again")
         assert await script.goodbye() == messages.Bye(reason="done", rejoin=False)
         assert script.contribution.tasks == 2
+
+
+# ------------------------------------------------------------------------------------------------ hostile servers
+
+
+async def test_a_block_beyond_the_devices_memory_fails_at_once() -> None:
+    """Before its parts are listed: those of an outer product of two long vectors would fill a machine."""
+    async with joined() as script:
+        await script.run(1, "nt", ((1, 2),), (1 << 40, 1 << 40))
+        failed = (await script.receive()).message
+        assert isinstance(failed, messages.Failed)
+        assert failed.task == 1
+        await script.still_there()
+
+
+async def test_a_server_that_asks_without_taking_answers_is_left() -> None:
+    async def ask(server: MemoryChannel) -> None:
+        for _ in range(100):
+            await server.send(messages.Probe(answer=PAYLOAD_BYTES // 4))
+
+    async with joined() as script:
+        asking = asyncio.ensure_future(ask(script.channel))
+        assert isinstance(await script.fault(), ProtocolError)
+        asking.cancel()
+
+
+async def test_a_server_that_repeats_itself_fills_no_screen() -> None:
+    said: list[str] = []
+    server, device = memory_pair()
+    worker = Worker(device, NumpyKernel(), offer(), Contribution(), said.append)
+    running = asyncio.ensure_future(worker.run())
+    for number in range(500):
+        await server.send(messages.Idle(reason=f"reason {number}"))
+    await server.send(messages.Bye(reason="done", rejoin=False))
+    async with asyncio.timeout(DEADLINE_S):
+        await running
+    assert said == ["no work for this device: reason 0"]

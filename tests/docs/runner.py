@@ -32,6 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.docs.pages import ROOT, Block, Page
+from tests.support.commands import piped_to
 
 PATIENCE_S = 900.0
 """Deadline of every wait, far longer than a busy machine needs: only a failure waits this long."""
@@ -149,7 +150,7 @@ class Runner:
             line = f". {shlex.quote(str(script))}" + (f"; {after}" if stays else "")
         command = ["bash", "-c", f". {self._environment}; . {self._prelude}; {line}"]
         output = self._directory / f"block-{self._count}.out"
-        with output.open("wb") as stream:
+        with output.open("wb") as kept, piped_to(kept) as stream:
             process = subprocess.Popen(
                 command,
                 cwd=self.clone,

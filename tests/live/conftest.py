@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from tests.support.commands import Process, command, environment
+from tests.support.commands import Process, command, environment, piped_to
 
 Start = Callable[..., Process]
 # During warm-up, the learning rate does not depend on the total number of steps, so tests may decide that later.
@@ -26,11 +27,11 @@ sample = 0
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Start a command under a name; its output goes to the file `NAME.out`."""
+    """Start a command under a name; its output goes to the file `NAME.out`, through a pipe if `piped`."""
     started: list[Process] = []
 
-    def begin(name: str, *arguments: str) -> Process:
-        with (tmp_path / f"{name}.out").open("ab") as output:
+    def begin(name: str, *arguments: str, piped: bool = False) -> Process:
+        with (tmp_path / f"{name}.out").open("ab") as kept, piped_to(kept) if piped else nullcontext(kept) as output:
             process = subprocess.Popen(command(*arguments), env=environment(tmp_path), stdout=output, stderr=output)
         started.append(process)
         return process

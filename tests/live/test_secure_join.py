@@ -28,7 +28,8 @@ def test_a_tls_run_admits_only_devices_that_know_its_token_and_certificate(
     tmp_path: Path, settings: str, start: Start
 ) -> None:
     out = tmp_path / "run"
-    server = start("server", "train", settings, "--steps", "2", "--listen", "0.0.0.0:0", "--tls", "--out", str(out))
+    flags = ["--steps", "2", "--listen", "0.0.0.0:0", "--tls", "--out", str(out)]
+    server = start("server", "train", settings, *flags, piped=True)
     port, token, pin = _printed(tmp_path / "server.out", server)
     url, claim = f"wss://127.0.0.1:{port}", running(out)
     assert claim is not None
@@ -68,6 +69,16 @@ def test_a_tls_run_admits_only_devices_that_know_its_token_and_certificate(
         "keys.json": 0o600,
         "tls.pem": 0o600,
     }
+
+
+def test_a_token_never_lands_in_the_file_that_output_is_redirected_to(
+    tmp_path: Path, settings: str, start: Start
+) -> None:
+    flags = ["--listen", "127.0.0.1:0", "--token", "a-chosen-secret", "--wait", "1", "--out", str(tmp_path / "run")]
+    assert start("server", "train", settings, *flags).wait(PATIENCE_S) == 2
+    printed = (tmp_path / "server.out").read_text()
+    assert "a-chosen-secret" not in printed
+    assert f"cleave token add --out {tmp_path / 'run'}" in printed
 
 
 # ------------------------------------------------------------------------------------------------ which token is shown

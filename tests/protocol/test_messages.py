@@ -38,6 +38,25 @@ def test_every_message_round_trips(message: AnyMessage) -> None:
     assert messages.decode(memoryview(bytearray(header))) == message
 
 
+@pytest.mark.parametrize("text", samples.HOSTILE_TEXTS, ids=ascii)
+@pytest.mark.parametrize("message", samples.ONE_OF_EACH, ids=lambda message: type(message).__name__)
+def test_words_of_a_peer_are_printable_and_short_whatever_it_sends(message: AnyMessage, text: str) -> None:
+    plain = msgspec.msgpack.decode(messages.encode(message))
+    fixed = {"type", "token", "format"}
+    spoken = [name for name, value in plain.items() if isinstance(value, str) and name not in fixed]
+    decoded = messages.decode(pack({**plain, **dict.fromkeys(spoken, text)}))
+    for name in spoken:
+        said = getattr(decoded, name)
+        assert said.isprintable()
+        assert len(said) <= 500
+        assert said[:60] == "".join(each if each.isprintable() else "?" for each in text[:60])
+
+
+def test_a_token_is_compared_as_it_was_sent() -> None:
+    hello = msgspec.structs.replace(samples.ONE_OF_EACH[0], token="nai\u0308ve \t secret " * 50)
+    assert messages.decode(messages.encode(hello)) == hello
+
+
 def test_there_is_a_sample_of_every_kind() -> None:
     assert [type(message) for message in samples.ONE_OF_EACH] == list(samples.KINDS)
 

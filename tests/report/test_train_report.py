@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,9 +12,12 @@ import pytest
 from rich.console import Console
 
 from cleave import events
+from cleave.device.worker import Contribution
+from cleave.report import join as join_report
 from cleave.report import train_summary
 from cleave.report.device_table import device_table
 from cleave.report.event_text import describe
+from cleave.report.plain import plain_console
 from cleave.report.run_figures import RunFigures
 from cleave.report.train_screen import TrainView
 
@@ -128,6 +132,38 @@ def test_a_device_table_cuts_names_and_drops_columns_but_never_cuts_a_number(wid
         assert "…" not in line.partition("  ")[2]
     assert "1,234,567" in lines[1]
     assert len(header) >= (5 if width >= 80 else 2)
+
+
+@pytest.mark.parametrize("name", ["[/x]", "[bold red]a[/]", ":skull:", "\\[b]", "a[link=x]b[/]\\"])
+def test_names_and_reasons_of_devices_are_shown_as_they_are_and_never_read_as_markup(name: str) -> None:
+    output = io.StringIO()
+    console = plain_console()
+    console.file, console.width = output, 200
+    view = TrainView(console, lambda: [Row(name)])
+    view(started(model=name))
+    view(events.DeviceLeft(device=name, reason=name, lost_tasks=0))
+    view(events.GrainChosen(grain="gemm", reason=name))
+    view(step(1))
+    console.print(view._screen())  # pyright: ignore[reportPrivateUsage]
+    idle = Row(name, tasks=0, idle_reason=name)
+    train_summary.show(Outcome(), view.figures, [idle], Path(name), console, can_be_joined=False, as_json=False)
+    lines = output.getvalue().splitlines()
+    assert f"{name} left: {name}" in lines
+    assert f"{name} had no work: {name}" in lines
+    assert len([line for line in lines if line.startswith(f"{name} ")]) >= 4  # a note, two tables, a reason
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_volunteer_sees_what_the_server_says_and_never_its_markup(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", output)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")
+    with join_report.shown(Contribution(), 1e9, 1 << 30, "numpy", quiet=False) as say:
+        say("joined as [/x] [red]no[/] :skull:")
+    assert "joined as [/x] [red]no[/] :skull:" in output.getvalue()
 
 
 def test_a_table_of_many_devices_says_how_many_are_not_shown() -> None:

@@ -6,9 +6,12 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import psutil
 
@@ -42,6 +45,22 @@ def run(home: Path, *arguments: str, token: str | None = None) -> subprocess.Com
         env={**environment(home), **secret},
         check=False,
     )
+
+
+@contextmanager
+def piped_to(output: IO[bytes]) -> Iterator[IO[bytes]]:
+    """Yield a pipe into a file, as whoever keeps the output of services and containers uses; ends with its writers."""
+    reading, writing = os.pipe()
+    threading.Thread(target=_copy, args=(reading, os.dup(output.fileno())), daemon=True).start()
+    with os.fdopen(writing, "wb") as pipe:
+        yield pipe
+
+
+def _copy(reading: int, writing: int) -> None:
+    while part := os.read(reading, 1 << 16):
+        os.write(writing, part)
+    os.close(reading)
+    os.close(writing)
 
 
 def wait_until(condition: Callable[[], object], process: Process) -> None:

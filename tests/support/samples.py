@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.decoder import Activation, Attention, Head, Mlp, Norm, Weight
+from cleave.printable import printable
 from cleave.protocol import messages
 from cleave.protocol.frames import PAYLOAD_BYTES
 from cleave.protocol.messages import AnyMessage
@@ -20,7 +21,7 @@ FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 integers = st.integers(-(2**63), 2**64 - 1)
-texts = st.text(max_size=30)
+texts = st.text(max_size=30).map(printable)
 
 numbers = st.floats(allow_nan=False)
 maybe = st.none() | integers
@@ -92,6 +93,16 @@ def anything(payload: st.SearchStrategy[int] | None = None) -> st.SearchStrategy
     sizes = payload if payload is not None else st.integers(0, PAYLOAD_BYTES)
     return st.one_of([of_kind(kind, sizes) for kind in KINDS])
 
+
+HOSTILE_TEXTS = (
+    "\x1b[2J\x1b]0;owned\x07",
+    "left\r\nroot joined: forged",
+    "\u202egnirts\u2066x\u2069\u200b",
+    "\x00\x7f\x9b31m\u2028\ud7ff",
+    "[/x] [bold red]not markup[/] [link=file:///etc/passwd]here[/link]",
+    "long " * 10_000,
+)
+"""What a peer may send where people read: escapes, forged lines, overrides of direction, markup, novels."""
 
 ONE_OF_EACH: tuple[AnyMessage, ...] = (
     messages.Hello(version=3, name="phône", token="t", flops_per_s=1e9, memory_bytes=1 << 30, kernel="numpy"),

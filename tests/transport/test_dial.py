@@ -48,12 +48,13 @@ async def test_an_absent_server_is_a_lost_connection_with_a_one_sentence_reason(
     [
         b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nhi",
         b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n",
+        b"HTTP/1.1 101 OK\r\nUpgrade: \x1b[2J\xc2\x9b31m\r\nConnection: \x1b[2J\r\n\r\n",
         b"HTTP/1.1 101 Switching Protocols\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n\r\n",
         b"SSH-2.0-OpenSSH_9.6\r\n",
         b"\x00\x01\x02\x03",
         b"",
     ],
-    ids=["200", "404", "101-without-key", "ssh", "binary", "hangs-up"],
+    ids=["200", "404", "escapes", "101-without-key", "ssh", "binary", "hangs-up"],
 )
 async def test_a_server_other_than_cleave_is_a_lost_connection(answer: bytes) -> None:
     async def reply(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -64,8 +65,9 @@ async def test_a_server_other_than_cleave_is_a_lost_connection(answer: bytes) ->
 
     async with asyncio.timeout(SOON_S), await asyncio.start_server(reply, "127.0.0.1", 0) as server:
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(ConnectionLost, match=f"ws://127.0.0.1:{port}/ws .*Cleave server: .+"):
+        with pytest.raises(ConnectionLost, match=f"ws://127.0.0.1:{port}/ws .*Cleave server: .+") as lost:
             await dial(f"ws://127.0.0.1:{port}/ws")
+        assert str(lost.value).isprintable()
 
 
 async def test_another_path_of_a_cleave_server_is_a_lost_connection(service: Service) -> None:

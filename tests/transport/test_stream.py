@@ -160,6 +160,14 @@ async def test_a_flood_of_control_frames_ends_the_connection(server: tuple[Strea
     assert close_code(wire) == 1008
 
 
+async def test_a_peers_reason_for_closing_is_printable(server: tuple[Stream, Wire]) -> None:
+    stream, _ = server
+    feed(stream, frame(0x88, b"\x03\xe8gone\x1b[2J\r\nroot joined\xe2\x80\xae\xff"))
+    with pytest.raises(ConnectionLost) as lost:
+        await stream.receive()
+    assert str(lost.value) == "gone?[2J??root joined?\ufffd"
+
+
 async def test_a_message_of_countless_fragments_is_cut_off(server: tuple[Stream, Wire]) -> None:
     stream, wire = server
     feed(stream, frame(FRAGMENT, b"x") + frame(MORE, b"x") * IDLE_FRAMES)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 
 from cleave import events, settings
+from cleave.api import speech
 from cleave.api.checks import check_choice, check_count, check_seconds, check_text, checked_trust
-from cleave.api.speech import log_event
 from cleave.core.cost.wire import WIRE_FORMATS, WireFormat
 from cleave.core.model.gemms import Linear
 from cleave.core.verify.trust import Level
@@ -50,7 +50,8 @@ class Fleet:
     """A server in this process and its devices. Create it with `local` or `serve`; close it, or use `with`.
 
     It logs who joins and leaves, which grain is chosen and why (logger `cleave.fleet`; standard error if logging is
-    not configured). `devices` and `status()` show the present state; a `listener` gets every event.
+    not configured). `devices` and `status()` show the present state; a `listener` gets every event, in the server's own
+    thread: one that waits keeps devices waiting.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class Fleet:
         self._listen(events.Note(text=text))
 
     def _listen(self, event: events.AnyEvent) -> None:
-        log_event(event)
+        speech.log_event(event)
         if self._user_listener is not None:
             self._user_listener(event)
 
@@ -315,6 +316,7 @@ class Fleet:
                 process.kill()
                 process.wait()
         self._processes.clear()
+        speech.finish()
 
     def __enter__(self) -> Self:
         return self

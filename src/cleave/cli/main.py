@@ -13,14 +13,31 @@ from cleave import __version__
 from cleave.cli import completion, fleet, join, plan, runs, token, train
 from cleave.cli.arguments import BAD_INPUT, Parser
 from cleave.errors import CleaveError
+from cleave.printable import printable
 
+_FAILED = 1
 _INTERRUPTED = 130
+_LONG_RUNNING = {"train", "join"}
+"""Verbs that must not wait for whoever reads their output."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns exit code 0, or 2 after printing one sentence to stderr if the input is at fault."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.verb not in _LONG_RUNNING:
+        return _run(parser, options)
+    from cleave.terminal import never_blocking
+
+    with never_blocking("stderr", *(() if getattr(options, "json", False) else ("stdout",))):
+        try:
+            return _run(parser, options)
+        except Exception as fault:
+            sys.excepthook(type(fault), fault, fault.__traceback__)  # here, where printing it cannot block
+            return _FAILED
+
+
+def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     _set_log_level()
     if options.verb is None:
         parser.print_help()
@@ -28,7 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except CleaveError as fault:
-        print(f"cleave {options.verb}: {fault}", file=sys.stderr)  # noqa: T201
+        told = [printable(line, len(line)) for line in str(fault).split("\n")]  # may quote a peer or a file
+        print(f"cleave {options.verb}:", "\n".join(told), file=sys.stderr)  # noqa: T201
         return BAD_INPUT
     except KeyboardInterrupt:
         print(f"cleave {options.verb}: interrupted", file=sys.stderr)  # noqa: T201

@@ -161,10 +161,9 @@ def _run_train(options: argparse.Namespace) -> None:
 
 def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: bool, as_json: bool) -> None:
     """Train; every event goes to the run's event log and, live, to the screen."""
-    from rich.console import Console
-
     from cleave.extras import install_command
     from cleave.report import train_summary
+    from cleave.report.plain import plain_console
 
     directory = _run_directory(run_file, overrides, resume=resume)
     config = _config(run_file, overrides, directory, resume=resume)
@@ -193,17 +192,18 @@ def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: 
             )
         run.finished = summary.reason == "done"
         run.tell_audits()
-        train_summary.show(
-            summary,
-            run.view.figures,
-            run.fleet.cluster.members() if run.fleet else [],
-            directory,
-            Console(highlight=False),
-            can_be_joined=run.fleet is not None and run.fleet.is_reachable,
-            as_json=as_json,
-        )
+        devices = run.fleet.cluster.members() if run.fleet else []
     finally:
-        run.close()
+        run.close()  # before the summary, for which a reader may make us wait
+    train_summary.show(
+        summary,
+        run.view.figures,
+        devices,
+        directory,
+        plain_console(),
+        can_be_joined=run.fleet is not None and run.fleet.is_reachable,
+        as_json=as_json,
+    )
 
 
 def _config(run_file: str | None, overrides: Mapping[str, object], directory: Path, *, resume: bool) -> TrainConfig:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import math
 import os
+import shlex
+import sys
 import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
 from cleave import run_files, settings
 from cleave.api.fleet import Fleet
 from cleave.config import TrainConfig
 from cleave.core.verify.vouching import Vouching
-from cleave.events import AnyEvent, EventLog, Note, Paused
+from cleave.events import AnyEvent, EventLog, Note, Paused, Throttle
+from cleave.report.plain import plain_console
 from cleave.report.train_screen import TrainView
 from cleave.server.admission.gate import is_loopback
 from cleave.server.admission.tokens import FILE, Keys
+from cleave.terminal import is_kept
 from cleave.train.loop import Traffic
 
 if TYPE_CHECKING:
@@ -41,25 +43,31 @@ class TrainingRun:
     def __init__(self, config: TrainConfig, directory: Path) -> None:
         self._config, self._directory = config, directory
         self.fleet: Fleet | None = None
-        self.view = TrainView(Console(stderr=True, highlight=False), self._devices)
+        self.view = TrainView(plain_console(stderr=True), self._devices)
         self.finished = False
         self._log: EventLog | None = None
         self._pending: list[AnyEvent] = []
+        self._throttle = Throttle(time.monotonic)
         self._lock = threading.RLock()
         run_files.claim(directory)  # before anything is written there
 
     def observe(self, event: AnyEvent) -> None:
-        """Write an event to the screen and to the log, which is opened once the run's directory exists."""
+        """Write an event to the screen and to the log, unless there are too many of its kind."""
         with self._lock:
-            if self._log is None and self._directory.is_dir():
-                self._log = EventLog(self._directory / run_files.EVENTS, time.time)
-                for pending in self._pending:
-                    self._log(pending)
-            if self._log is None:
-                self._pending.append(event)
-            else:
-                self._log(event)
-            self.view(event)
+            for each in self._throttle(event):
+                self._write(each)
+
+    def _write(self, event: AnyEvent) -> None:
+        """Write an event to the screen and to the log, which is opened once the run's directory exists."""
+        if self._log is None and self._directory.is_dir():
+            self._log = EventLog(self._directory / run_files.EVENTS, time.time)
+            for pending in self._pending:
+                self._log(pending)
+        if self._log is None:
+            self._pending.append(event)
+        else:
+            self._log(event)
+        self.view(event)
 
     def wrap(self, model: torch.nn.Module) -> torch.nn.Module:
         """Start the fleet and distribute the model over it."""
@@ -85,7 +93,7 @@ class TrainingRun:
         self.observe(Note(text=f"devices join at {fleet.public_url.partition('#')[0]}{suffix}"))
         count = config.local_devices
         if fleet.is_reachable or not count:
-            self.view.show_join_command(fleet.join_command, is_local=not fleet.is_reachable)
+            self._show_join_command(fleet, has_token=not keys.is_open)
         if not keys.is_open and fleet.is_reachable and fleet.public_url.startswith("ws:"):
             self.observe(Note(text=_UNENCRYPTED))
         if fleet.is_reachable and config.trust is None:
@@ -99,6 +107,17 @@ class TrainingRun:
             self.observe(Paused(reason=f"waiting for a device to join{limit}; Ctrl-C stops"))
             fleet.wait(1, config.wait_s)
         return distribute(model, fleet, grain=config.grain)
+
+    def _show_join_command(self, fleet: Fleet, *, has_token: bool) -> None:
+        """Show the join command, unless standard error goes to a file, where its token would stay for others to read.
+
+        Pipes get it: what reads them (`docker logs`, systemd's journal, a script) is how people without a terminal see
+        it, and is the owner's to protect.
+        """
+        if has_token and is_kept(sys.stderr):
+            self.view.show_token_command(f"cleave token add --out {shlex.quote(str(self._directory))}")
+        else:
+            self.view.show_join_command(fleet.join_command, is_local=not fleet.is_reachable)
 
     def traffic(self) -> Traffic:
         if self.fleet is None:
@@ -128,6 +147,8 @@ class TrainingRun:
         if self.fleet is not None:
             reason = "the run is finished" if self.finished else "the run stopped"
             self.fleet.close(reason, rejoin=not self.finished)
+        for note in self._throttle.rest():
+            self._write(note)
         if self._log is not None:
             self._log.close()
         run_files.release(self._directory)

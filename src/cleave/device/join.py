@@ -57,12 +57,13 @@ async def serve(
             worker = Worker(channel, kernel, offer, contribution, say)
             try:
                 await worker.join()
-                was_reached, tasks_before = True, contribution.tasks
+                was_reached, tasks_before, joined_s = True, contribution.tasks, time.monotonic()
                 say(f"joined {address.shown} as {worker.name}")
                 try:
                     goodbye = await worker.run()
                 finally:
-                    if contribution.tasks > tasks_before:  # only completed work resets the backoff
+                    # Only completed work resets the backoff, and only of a stay that was longer than the pause before.
+                    if contribution.tasks > tasks_before and time.monotonic() - joined_s > pause_s:
                         pause_s = _FIRST_PAUSE_S
             except asyncio.CancelledError:
                 await worker.leave("stopped by its owner")

@@ -15,6 +15,10 @@ from cleave.errors import ProtocolError
 from cleave.protocol.frames import Buffer
 from cleave.protocol.messages import Store as StoreMessage
 
+_MOST_HELD = 1 << 17
+"""Operands and states at once: each costs some hundred bytes beyond its numbers, which the memory limit ignores."""
+_MOST_SPARE = 256
+
 
 @dataclass(slots=True)
 class HeldOperand:
@@ -174,6 +178,8 @@ class OperandStore:
         self._trim(need)
 
     def _require_space(self, need: int) -> None:
+        if len(self._operands) + len(self._states) >= _MOST_HELD:
+            raise ProtocolError(f"expected at most {_MOST_HELD} operands at once, got one more; drop some")
         if self.used_bytes + need > self._memory_bytes:
             raise ProtocolError(
                 f"this needs {need} more bytes where {self._memory_bytes - self.used_bytes} of "
@@ -198,5 +204,5 @@ class OperandStore:
     def _trim(self, need: int) -> None:
         """Free spare buffers, oldest first, until `need` more bytes fit."""
         occupied = self.used_bytes + self.result_bytes + need
-        while self._spare and occupied + self.spare_bytes > self._memory_bytes:
+        while self._spare and (len(self._spare) > _MOST_SPARE or occupied + self.spare_bytes > self._memory_bytes):
             self.spare_bytes -= self._spare.pop(0).bytes

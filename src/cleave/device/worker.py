@@ -33,6 +33,10 @@ _LEAVE_S = 2.0
 _CANCELLED_KEPT = 64  # cancelled tasks whose results may still be queued
 _URGENT = -1  # ahead of every result
 _MAX_TASKS = 64  # a sane server keeps far fewer in flight
+_MAX_ANSWERS = 10_000
+"""Messages that may wait for the uplink before a server that asks on is given up."""
+_NOTICE_S = 5.0
+"""Seconds between notices: a server may repeat itself without end."""
 _MAX_QUEUED_RESULTS = 3
 """Queued results beyond which finished sums are not copied out yet."""
 
@@ -92,6 +96,9 @@ class Worker:
         self._work = asyncio.Event()
         self._order = 0
         self._down_bytes, self._down_s = 0, 0.0
+        self._noticed_at = -_NOTICE_S
+        self._limit_bytes = offer.memory_bytes + ALLOWANCE_BYTES
+        """For results and what else waits for the uplink, apart from operands."""
         self.name = offer.name
 
     async def join(self) -> None:
@@ -167,6 +174,9 @@ class Worker:
                     raise ProtocolError(f"expected at most {_MAX_TASKS} unfinished tasks, got one more")
                 self._order += 1
                 task = make_task(message.program, self._store, self._kernel)
+                if task.room_bytes > self._limit_bytes:  # a list of its parts alone could fill this machine
+                    self._fail(message.task, f"{task.room_bytes} bytes of result exceed this device's limit")
+                    return None
                 self._tasks[message.task] = _ActiveTask(message, task, self._order)
                 self._reserve(self._tasks[message.task], task.room_bytes)
                 self._work.set()
@@ -179,9 +189,11 @@ class Worker:
             case messages.Probe(answer=answer):
                 if not 0 <= answer <= PAYLOAD_BYTES:
                     raise ProtocolError(f"expected a probe of at most {PAYLOAD_BYTES} bytes, got {answer}")
-                self._enqueue(_URGENT, messages.Probed(down_s=link_s, payload=answer), bytes(answer))
+                self._answer(messages.Probed(down_s=link_s, payload=answer), bytes(answer))
             case messages.Idle(reason=reason):
-                self._notice(f"no work for this device: {reason}")
+                if time.monotonic() - self._noticed_at >= _NOTICE_S:
+                    self._noticed_at = time.monotonic()
+                    self._notice(f"no work for this device: {reason}")
             case messages.Bye():
                 return message
             case _:
@@ -198,12 +210,12 @@ class Worker:
                 await self._work.wait()
                 continue
             try:
-                if active.task.room_bytes > self._offer.memory_bytes + ALLOWANCE_BYTES:
+                if active.task.room_bytes > self._limit_bytes:
                     raise MemoryError(f"{active.task.room_bytes} bytes of working memory exceed this device's limit")
                 encoded, took_s = await loop.run_in_executor(thread, _run_timed, chunk, self._kernel, active.message)
             except (MemoryError, RuntimeError) as fault:  # numpy and torch, respectively, when out of memory
                 self._forget(active.message.task)
-                self._enqueue(_URGENT, messages.Failed(task=active.message.task, reason=repr(fault)[:200]), b"")
+                self._fail(active.message.task, repr(fault)[:200])
                 continue
             flops, compute_s = flops + chunk.flops, compute_s + took_s
             if encoded is not None and chunk.part is not None:
@@ -225,7 +237,7 @@ class Worker:
 
     def _next_chunk(self) -> tuple[_ActiveTask | None, Chunk | None]:
         """Pick the most urgent chunk that is ready; none while too many bytes wait for the uplink."""
-        if self._unsent_bytes > self._offer.memory_bytes + ALLOWANCE_BYTES:
+        if self._unsent_bytes > self._limit_bytes:
             return None, None
         for active in sorted(self._tasks.values(), key=lambda entry: (entry.message.priority, entry.order)):
             if active.task.only_returns and self._outgoing.qsize() >= _MAX_QUEUED_RESULTS:
@@ -261,6 +273,15 @@ class Worker:
         if active.task.finished:
             self._contribution.tasks += 1
             self._forget(active.message.task)
+
+    def _fail(self, task: int, reason: str) -> None:
+        self._answer(messages.Failed(task=task, reason=reason), b"")
+
+    def _answer(self, message: messages.FromDevice, payload: Buffer) -> None:
+        """Queue an answer ahead of all results, unless the server asks without taking answers."""
+        if self._outgoing.qsize() >= _MAX_ANSWERS or self._unsent_bytes + len(payload) > self._limit_bytes:
+            raise ProtocolError("expected the server to take answers before it asks for more; it asks on and on")
+        self._enqueue(_URGENT, message, payload)
 
     def _enqueue(self, priority: int, message: messages.FromDevice, payload: Buffer) -> None:
         """Queue a message for the sender, so that neither receiving nor computing waits for the uplink."""

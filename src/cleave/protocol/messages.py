@@ -3,14 +3,20 @@
 Headers are MessagePack maps with a `type`. Matrices are never in them but in the raw payload that follows
 (`protocol/frames.py`); `payload` is its length in bytes. A task names a program (`protocol/programs.py`) and its
 operands by number. docs/protocol.md is the specification.
+
+What a peer says in words (names, kernels, reasons) ends on terminals and in logs, so `decode` makes it printable and
+bounds its length, here and for all who read it. Tokens stay as they are: they are compared, never shown.
 """
 
 from __future__ import annotations
+
+from typing import get_args
 
 import msgspec
 
 from cleave.core.cost.wire import WireFormat
 from cleave.errors import ProtocolError
+from cleave.printable import LINE_CHARACTERS, NAME_CHARACTERS, printable
 from cleave.protocol.programs import Program
 
 VERSION = 3
@@ -163,11 +169,19 @@ def encode(message: AnyMessage) -> bytes:
 
 def decode(header: bytes | bytearray | memoryview) -> AnyMessage:
     try:
-        return _decoder.decode(header)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
-        raise ProtocolError(f"expected a message of protocol version {VERSION}, but {_printable(fault)}") from None
+        message = _decoder.decode(header)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:  # may quote untrusted bytes
+        quoted = printable(str(fault), _QUOTED_CHARACTERS)
+        raise ProtocolError(f"expected a message of protocol version {VERSION}, but {quoted}") from None
+    for field, most in _WORDS.get(type(message), ()):
+        msgspec.structs.force_setattr(message, field, printable(getattr(message, field), most))
+    return message
 
 
-def _printable(fault: Exception) -> str:
-    """Make a decoder's complaint one short printable line, as it may quote untrusted bytes."""
-    return "".join(character if character.isprintable() else "?" for character in str(fault)[:_QUOTED_CHARACTERS])
+def _words(kind: type[Message]) -> tuple[tuple[str, int], ...]:
+    """Fields of a message that people read, with the most characters each may have."""
+    names = [field.name for field in msgspec.structs.fields(kind) if field.type is str and field.name != "token"]
+    return tuple((name, LINE_CHARACTERS if name == "reason" else NAME_CHARACTERS) for name in names)
+
+
+_WORDS = {kind: words for kind in get_args(AnyMessage) if (words := _words(kind))}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from cleave.report.quantities import si
 
@@ -26,7 +26,11 @@ class DeviceRow(Protocol):
     down_bytes: int
     up_bytes: int
     idle_reason: str
-    level: str
+
+    @property
+    def level(self) -> str:
+        """How far it is trusted."""
+        ...
 
     @property
     def rates(self) -> tuple[float, float, float]: ...
@@ -62,7 +66,7 @@ def device_table(devices: Sequence[DeviceRow], width: int, *, at_most: int | Non
     for (heading, _), column in zip(_COLUMNS[:kept], widths, strict=False):
         table.add_column(heading, justify="right", no_wrap=True, min_width=column)
     for device, row in zip(shown, cells, strict=True):
-        table.add_row(escape(device.name), *row[:kept])
+        table.add_row(Text(device.name), *row[:kept])
     if len(shown) < len(devices):
         table.add_row(f"+ {len(devices) - len(shown):,} more")
     return table

@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from cleave.core.fleet.profiles import FleetSummary
 from cleave.report.quantities import seconds, si
@@ -27,10 +28,10 @@ def show(summary: FleetSummary, source: str, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps({"fleet": source, **asdict(summary)}) + "\n")
         return
-    console = Console()
+    console = Console(markup=False, emoji=False)
     kinds = ", ".join(f"{count:,} {name}" for name, count in summary.classes)
     places = ", ".join(name for name, _ in summary.countries)
-    console.print(f"[bold]{source}[/]: {summary.devices:,} devices ({kinds}); country: {places}", highlight=False)
+    console.print(Text.assemble((source, "bold"), f": {summary.devices:,} devices ({kinds}); country: {places}"))
     table = Table(box=None, pad_edge=False)
     for heading in ("", "slow tenth", "median", "fast tenth", "together"):
         table.add_column(heading, justify="left" if not heading else "right")

@@ -7,8 +7,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Protocol
 
-from rich.console import Console
-
+from cleave.report.plain import plain_console
 from cleave.report.quantities import si
 
 _REFRESH_S = 1.0
@@ -28,8 +27,11 @@ class Contributed(Protocol):
 def shown(
     contribution: Contributed, flops_per_s: float, memory_bytes: int, kernel: str, *, quiet: bool
 ) -> Generator[Callable[[str], None]]:
-    """Yield a function that prints a line; on a terminal, keep a live status of the contribution below it."""
-    console = Console(stderr=True, quiet=quiet, highlight=False)
+    """Yield a function that prints a line; on a terminal, keep a live status of the contribution below it.
+
+    Lines quote the server, so they are printed as they are, without markup.
+    """
+    console = plain_console(stderr=True, quiet=quiet)
     console.print(f"this machine: {si(flops_per_s, 'FLOP/s')} ({kernel}), {si(memory_bytes, 'B')} for operands")
     stop = threading.Event()
     with console.status("joining ...") as status:
@@ -42,7 +44,7 @@ def shown(
         if console.is_terminal and not quiet:
             refresher.start()
         try:
-            yield lambda text: console.print(text)
+            yield lambda text: console.print(text, soft_wrap=True)
         finally:
             stop.set()
     console.print(f"contributed {_totals(contribution)}")

@@ -7,12 +7,14 @@ from collections.abc import Iterable
 
 import numpy as np
 from rich.console import Console
+from rich.text import Text
 
 from cleave.core.cost.rates import Server
 from cleave.core.fleet.profiles import Floats, Profiles
 from cleave.core.model.gemms import step_flops
 from cleave.core.plan.gemm.product import GemmPlan
 from cleave.core.plan.step import ROLES, StepChoice, StepPlan
+from cleave.report.plain import plain_console
 from cleave.report.plan_words import CloudGpu, devices_text, print_gpu, server_text, table
 from cleave.report.quantities import parameters, seconds, si
 from cleave.report.step_text import show_choice
@@ -31,12 +33,13 @@ def show(plan: GemmPlan | StepPlan | StepChoice, profiles: Profiles, server: Ser
 
 
 def _show_step(plan: StepPlan, profiles: Profiles, server: Server, gpu: CloudGpu) -> None:
-    console = Console(highlight=False)
+    console = plain_console()
     shape = plan.shape
-    console.print(
-        f"[bold]{shape.name}[/] ({parameters(shape.params)}), {plan.tokens:,} tokens a step in sequences of "
-        f"{plan.sequence:,}, wire {plan.wire}, {devices_text(len(profiles))}, {server_text(server)}"
+    facts = (
+        f" ({parameters(shape.params)}), {plan.tokens:,} tokens a step in sequences of {plan.sequence:,}, wire "
+        f"{plan.wire}, {devices_text(len(profiles))}, {server_text(server)}"
     )
+    console.print(Text.assemble((shape.name, "bold"), facts))
     rows = table("segment", "role", "m x n x k", "cut", "used", "runs", "step", "/bound", "limit")
     for segment in plan.segments:
         what, gemm_plan = segment.what, segment.plan
@@ -53,9 +56,8 @@ def _show_step(plan: StepPlan, profiles: Profiles, server: Server, gpu: CloudGpu
         )
     console.print(rows)
     roles = ", ".join(f"{role} {seconds(plan.role_s(role))}" for role in ROLES)
-    console.print(
-        f"[bold]step {seconds(plan.step_s)}[/]: {roles}; {plan.step_s / plan.bound_s:.3f} times the lower bound"
-    )
+    ratio = f"{plan.step_s / plan.bound_s:.3f} times the lower bound"
+    console.print(Text.assemble((f"step {seconds(plan.step_s)}", "bold"), f": {roles}; {ratio}"))
     if plan.attention_s:
         console.print(f"attention products on the server: {seconds(plan.attention_s)} of it")
     else:
@@ -73,19 +75,15 @@ def _show_step(plan: StepPlan, profiles: Profiles, server: Server, gpu: CloudGpu
 
 
 def _show_gemm(plan: GemmPlan, profiles: Profiles, server: Server, gpu: CloudGpu) -> None:
-    console = Console(highlight=False)
+    console = plain_console()
     gemm = plan.gemm
-    console.print(
-        f"[bold]gemm {gemm.m} x {gemm.n} x {gemm.k}[/], wire {plan.wire}, {devices_text(len(profiles))}, "
-        f"{server_text(server)}"
-    )
+    facts = f", wire {plan.wire}, {devices_text(len(profiles))}, {server_text(server)}"
+    console.print(Text.assemble((f"gemm {gemm.m} x {gemm.n} x {gemm.k}", "bold"), facts))
     parts = f"{len(plan.tiling):,} blocks on {devices_text(_used(plan))}" + (
         f" in {plan.rounds} rounds, as memory cannot hold the output at once" if plan.rounds > 1 else ""
     )
-    console.print(
-        f"[bold]{seconds(plan.makespan_s)}[/] with a {plan.split} cut: {plan.ratio:.3f} times the lower bound; "
-        f"{parts}; limited by {plan.limit}"
-    )
+    facts = f" with a {plan.split} cut: {plan.ratio:.3f} times the lower bound; {parts}; limited by {plan.limit}"
+    console.print(Text.assemble((seconds(plan.makespan_s), "bold"), facts))
     rows = table("device", "rows", "columns", "inner", "down", "up", "finish")
     tiling = plan.tiling
     slowest = np.argsort(-plan.finish_s, kind="stable")[:_MAX_BLOCKS]

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from cleave.core.cost.rates import Server
 from cleave.core.plan.resident.stages import ColumnLimit
+from cleave.report.plain import plain_console
 from cleave.report.quantities import seconds, si
 
 _MFU = 0.45
@@ -36,7 +37,7 @@ def cloud_gpu(cloud: Sequence[Mapping[str, str]]) -> CloudGpu:
 
 
 def say(line: str) -> None:
-    Console(highlight=False).print(line)
+    plain_console().print(line)
 
 
 def print_gpu(console: Console, flops: int, taken_s: float, gpu: CloudGpu, params: int | None) -> None:

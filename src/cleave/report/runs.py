@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Final
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
+from cleave.printable import printable
+from cleave.report.plain import plain_console
 from cleave.report.quantities import parameters, seconds, si
 from cleave.report.train_screen import curve
 from cleave.runs.reading import Run, SeenDevice
@@ -31,7 +32,7 @@ def show_list(runs: Sequence[Run], home: Path, *, as_json: bool) -> None:
         return
     console = _console()
     if not runs:
-        console.print(f"there are no runs in {home}; cleave train starts one", markup=False, soft_wrap=True)
+        console.print(f"there are no runs in {home}; cleave train starts one", soft_wrap=True)
         return
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("run", overflow="fold")
@@ -43,12 +44,12 @@ def show_list(runs: Sequence[Run], home: Path, *, as_json: bool) -> None:
     for run in runs:
         steps = f"{run.step}/{run.steps}"
         table.add_row(
-            escape(run.name), _date(run.started_s), escape(run.model), run.state, steps, _loss(run), _size(run)
+            printable(run.name), _date(run.started_s), printable(run.model), run.state, steps, _loss(run), _size(run)
         )
     console.print(table)
     if len(runs) > 1:
         total = si(sum(run.size_bytes for run in runs), "B")
-        console.print(f"{len(runs)} runs, {total}, in {home}", markup=False, soft_wrap=True)
+        console.print(f"{len(runs)} runs, {total}, in {home}", soft_wrap=True)
 
 
 def show_run(run: Run, *, as_json: bool) -> None:
@@ -56,19 +57,19 @@ def show_run(run: Run, *, as_json: bool) -> None:
         _write_json(_as_json(run) | _details_as_json(run))
         return
     console = _console()
-    console.print(f"{run.path}", markup=False, style="bold", soft_wrap=True)
+    console.print(f"{run.path}", style="bold", soft_wrap=True)
     table = Table.grid(padding=(0, 2))
     table.add_column(no_wrap=True)
     table.add_column(overflow="fold")
     for label, text in _facts(run):
-        table.add_row(label, escape(text))
+        table.add_row(label, printable(text, len(text)))
     console.print(table)
     if run.losses:
         console.print(curve(run.losses, _CURVE_WIDTH))
     if run.devices:
         console.print(_device_table(run.devices))
     for label, command in _commands(run):
-        console.print(f"{label}: {command}", markup=False, soft_wrap=True)
+        console.print(f"{label}: {command}", soft_wrap=True)
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
@@ -113,7 +114,7 @@ def _device_table(devices: Sequence[SeenDevice]) -> Table:
         table.add_column(heading, justify="right", no_wrap=True)
     for device in devices:
         table.add_row(
-            escape(device.name),
+            printable(device.name),
             si(device.flops_per_s, "FLOP/s"),
             si(device.memory_bytes, "B"),
             f"{device.joined:,}x",
@@ -206,7 +207,7 @@ def _write_json(value: object) -> None:
 
 
 def _console() -> Console:
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
+    return plain_console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_FILE)
 
 
 def _loss(run: Run) -> str:

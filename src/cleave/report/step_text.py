@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 from rich.console import Console
+from rich.text import Text
 
 from cleave.core.cost.rates import Server
 from cleave.core.fleet.profiles import Profiles
@@ -14,6 +15,7 @@ from cleave.core.model.sublayers import sublayers_of
 from cleave.core.plan.resident.large_fleet import ModelPlan
 from cleave.core.plan.resident.plane import tiles, worth_of_one_more
 from cleave.core.plan.step import COLUMNS, StepChoice, StepPlan
+from cleave.report.plain import plain_console
 from cleave.report.plan_words import CloudGpu, devices_text, limit_text, print_gpu, server_text, table
 from cleave.report.quantities import parameters, seconds, si
 
@@ -23,18 +25,18 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def show_choice(choice: StepChoice, profiles: Profiles, server: Server, gpu: CloudGpu) -> None:
-    console = Console(highlight=False)
+    console = plain_console()
     shape = choice.shape
-    console.print(
-        f"[bold]{shape.name}[/] ({parameters(shape.params)}), {choice.tokens:,} tokens a step in sequences of "
-        f"{choice.sequence:,}, wire {choice.wire}, {devices_text(len(profiles))}, {server_text(server)}"
+    facts = (
+        f" ({parameters(shape.params)}), {choice.tokens:,} tokens a step in sequences of {choice.sequence:,}, wire "
+        f"{choice.wire}, {devices_text(len(profiles))}, {server_text(server)}"
     )
+    console.print(Text.assemble((shape.name, "bold"), facts))
     if isinstance(choice.plan, ModelPlan):
         _show_plane(console, choice.plan, profiles)
-    console.print(
-        f"[bold]step {seconds(choice.step_s)}[/], grain {choice.grain}: {choice.arrangement}; "
-        f"{choice.step_s / choice.bound_s:.3f} times the lower bound"
-    )
+    ratio = f"{choice.step_s / choice.bound_s:.3f} times the lower bound"
+    outcome = f", grain {choice.grain}: {choice.arrangement}; {ratio}"
+    console.print(Text.assemble((f"step {seconds(choice.step_s)}", "bold"), outcome))
     if isinstance(choice.plan, ModelPlan):
         _show_columns(console, choice.plan, profiles)
     _show_rivals(console, choice)
@@ -58,18 +60,20 @@ def _show_plane(console: Console, plan: ModelPlan, profiles: Profiles) -> None:
         turns[number] = in_column[column] + len(in_column)
         in_column[column] += 1
     for row in range(_HEIGHT):
-        line = ""
+        line = Text()
         across = (heights[:, 0] <= row + 0.5) & (heights[:, 1] > row + 0.5)
         for place in range(width):
             hits = np.flatnonzero(across & (sides[:, 0] <= place + 0.5) & (sides[:, 1] > place + 0.5))
             if len(hits) == 0:
-                line += " "
+                line.append(" ")
                 continue
             letter, colour = letters[classes[units[hits[0]].device]]
-            line += f"[{colour}]{letter.upper() if turns[hits[0]] % 2 else letter}[/]"
+            line.append(letter.upper() if turns[hits[0]] % 2 else letter, style=colour)
         console.print(line, soft_wrap=True)
-    legend = ", ".join(f"[{colour}]{letter}[/] {kind or 'device'}" for kind, (letter, colour) in letters.items())
-    console.print(f"tokens down, parameters across, each patch of equal letters is a device: {legend}")
+    legend = Text(", ").join(
+        Text.assemble((letter, colour), f" {kind or 'device'}") for kind, (letter, colour) in letters.items()
+    )
+    console.print(Text("tokens down, parameters across, each patch of equal letters is a device: ") + legend)
 
 
 def _letters(profiles: Profiles) -> dict[str, tuple[str, str]]:
@@ -110,7 +114,7 @@ def _show_rivals(console: Console, choice: StepChoice) -> None:
     rows.add_column("how", overflow="fold")
     for way in choice.rivals:
         rows.add_row(
-            f"[bold]{way.name}[/]" if choice.arrangement.startswith(way.name) else way.name,
+            Text(way.name, style="bold" if choice.arrangement.startswith(way.name) else ""),
             seconds(way.step_s) if way.fits else "-",
             f"{way.step_s / choice.step_s:.2f}" if way.fits else "-",
             way.arrangement,

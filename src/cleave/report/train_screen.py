@@ -24,9 +24,11 @@ from cleave.report.device_table import DeviceRow, device_table
 from cleave.report.event_text import describe
 from cleave.report.quantities import plural, seconds, si
 from cleave.report.run_figures import RunFigures
+from cleave.terminal import is_behind
 
 _BARS = "▁▂▃▄▅▆▇█"
 _MAX_NOTES = 20
+_REFRESH_S = 0.25
 _LINE_S = 5.0  # without a terminal, at most one line in this time
 _MOST_DEVICES = 12
 _LEAST_NOTE_LINES = 4
@@ -44,19 +46,28 @@ class TrainView:
         self._notes: deque[str] = deque(maxlen=_MAX_NOTES)
         self._join_command = ""
         self._lock = threading.Lock()
-        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._screen, transient=True)
+        self._live = Live(console=console, auto_refresh=False, get_renderable=self._screen, transient=True)
+        self._ended = threading.Event()
         self._last_line = 0.0
         self._waits_since = 0.0
 
     def __enter__(self) -> Self:
         if self._console.is_terminal:
             self._live.start()
+            threading.Thread(target=self._refresh, name="screen", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, fault: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._ended.set()
         self._live.stop()
+
+    def _refresh(self) -> None:
+        """Draw the screen again and again, but not while the last drawing waits for a stopped terminal."""
+        while not self._ended.wait(_REFRESH_S):
+            if not is_behind(self._console.file):
+                self._live.refresh()
 
     def __call__(self, event: events.AnyEvent) -> None:
         with self._lock:
@@ -76,6 +87,11 @@ class TrainView:
             self._join_command = command
         heading = "devices on this machine join with:" if is_local else "to lend another machine, run on it:"
         self._console.print(heading, style="dim")
+        self._console.print(f"{command}\n", style="bold", markup=False, soft_wrap=True)
+
+    def show_token_command(self, command: str) -> None:
+        """Print the command that prints a join command, where a token must not be shown."""
+        self._console.print("output goes to a file, so no token is shown; for a cleave join command, run:", style="dim")
         self._console.print(f"{command}\n", style="bold", markup=False, soft_wrap=True)
 
     def _step_line(self, step: events.StepDone) -> str | None:

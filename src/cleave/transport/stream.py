@@ -25,6 +25,7 @@ except ImportError:  # the pure Python version, for platforms without the compil
     from websockets.utils import apply_mask
 
 from cleave.errors import ConnectionLost
+from cleave.printable import printable
 from cleave.protocol.frames import MESSAGE_BYTES, Buffer
 
 PING_S = 20.0
@@ -264,7 +265,7 @@ class Stream(asyncio.BufferedProtocol):
             self._transport.pause_reading()
 
     def _close_received(self, payload: bytes) -> None:
-        reason = payload[2:].decode(errors="replace") or "the connection closed"
+        reason = printable(payload[2:].decode(errors="replace")) or "the connection closed"
         if self._transport is not None and not self._transport.is_closing():
             self._write_frame(_CLOSE, payload[:2])
             self._transport.close()

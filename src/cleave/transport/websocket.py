@@ -27,6 +27,7 @@ from websockets.server import ServerProtocol
 from websockets.uri import WebSocketURI, parse_uri
 
 from cleave.errors import ConnectionLost, InputError
+from cleave.printable import printable
 from cleave.protocol.frames import HEADER_BYTES, MESSAGE_BYTES, Buffer
 from cleave.transport.address import PIN_BYTES
 from cleave.transport.base import Channel
@@ -102,7 +103,7 @@ async def dial(url: str) -> WebSocketChannel:
         secure = re.sub("^ws:", "wss:", address)
         raise InputError(f"{address} speaks TLS only; use {secure}, with what the server prints after #") from None
     except InvalidHandshake as fault:
-        raise ConnectionLost(f"{address} answers, but is not a Cleave server: {fault}") from None
+        raise ConnectionLost(f"{address} answers, but is not a Cleave server: {printable(str(fault))}") from None
     except TimeoutError:
         raise ConnectionLost(f"no answer from {address} within {_OPEN_S:.0f} s") from None
     except ssl.SSLError as fault:
