@@ -138,6 +138,14 @@ class Blame:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Count against a device that others had to do what it owed."""
+
+    device: DeviceId
+    reason: str
+
+
 Request = (
     ledger.TasksSubmitted
     | ledger.GroupsAbandoned
@@ -151,6 +159,7 @@ Request = (
     | Park
     | End
     | Blame
+    | Stall
 )
 Requests = Iterable[Request]
 
@@ -209,6 +218,10 @@ class Run(Protocol):
     def left(self, device: DeviceId, now: float) -> Requests: ...
 
     def late(self, device: DeviceId, now: float) -> Requests: ...
+
+    def stalled(self, device: DeviceId, reason: str, now: float) -> Requests:
+        """Do without a device that holds up the others, if they can do its part."""
+        ...
 
     def resume(self, now: float) -> Requests: ...
 
