@@ -39,7 +39,7 @@ MEANINGLESS: dict[tuple[Kind, Phase], str] = {
     ("lie", "receiving"): "a liar lies when it returns a result; before, it is as from the beginning (joining)",
     ("lie", "computing"): "a liar lies when it returns a result; before, it is as from the beginning (joining)",
 }
-ENDS: set[Kind] = {"vanish", "half-open", "stall", "torn-frame", "lie", "withhold", "deaf"}
+ENDS: set[Kind] = {"vanish", "half-open", "stall", "torn-frame", "lie", "deaf"}
 """After these a device is useless, so it must eventually leave the fleet."""
 
 

@@ -69,8 +69,6 @@ async def join(
 ) -> Device:
     """Join a device that works until the moment, and holds up the others from then on."""
     before = len(world.joined())
-    device = world.dial(
-        name, wrap=lambda inner: Staller(inner, moment, manner), flops_per_s=flops_per_s, token=token
-    )
+    device = world.dial(name, wrap=lambda inner: Staller(inner, moment, manner), flops_per_s=flops_per_s, token=token)
     await world.until(lambda: len(world.joined()) > before)
     return device

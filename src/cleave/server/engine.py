@@ -265,7 +265,7 @@ class Engine:
                 self._actions.append(command)
 
     def _count_stall(self, device: DeviceId, reason: str) -> None:
-        """Lower expectations of a device that others had to do without; disconnect it if that happens again and again."""
+        """Lower expectations of a device that others had to do without; disconnect it if it happens again and again."""
         member = self.roster.members.get(device)
         if member is None or member.key is None:
             return

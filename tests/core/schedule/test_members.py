@@ -20,9 +20,7 @@ from cleave.errors import FleetError
 NAMES = ["ann", "bob", "eve", "dan", "zoe"]
 
 
-def join(
-    roster: Roster, name: str, *, flops_per_s: float = 1e9, address: str = "", party: str = ""
-) -> Member:
+def join(roster: Roster, name: str, *, flops_per_s: float = 1e9, address: str = "", party: str = "") -> Member:
     return roster.add(
         name=name,
         kernel="numpy",

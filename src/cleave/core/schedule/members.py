@@ -35,7 +35,7 @@ _MIN_BYTES_PER_S, _MIN_FLOPS_PER_S = 1e3, 1e3  # so that no plan divides by zero
 _MAX_DROP = 4.0  # factor by which one measurement can lower a rate
 _MAX_SHARE = 32.0  # measurements larger than this many memories are scaled down: one lie must not drown all that follow
 _NEWCOMER_TIMES, _FIRST_FLOPS_PER_S = 4.0, 2.5e14
-"""Most that is believed of a newcomer's claim: a multiple of the fastest device at work, or of this if there is none."""
+"""Most that is believed of a newcomer: a multiple of the fastest device at work, or of this if there is none."""
 _MOST_STALLS = 3
 _CLEARED_BY = 100  # tasks that make good for one stall
 STAND_IN = "this server"
