@@ -148,10 +148,10 @@ class DeviceQueue:
         return next((entry for entry in self.running.values() if now > self._deadline(entry, is_alone=is_alone)), None)
 
     def _deadline(self, entry: Running, *, is_alone: bool) -> float:
-        """Deadline of a task. A device without which there is none is given more time with each sign of progress."""
+        """Deadline of a task. The only device of a fleet is given more time with each part of a result."""
         deadline = entry.limit(OVERDUE, self.moved_at)
         if is_alone:
-            deadline = max(deadline, max(self.moved_at, self.returned_at) + OVERDUE.seconds(entry.expected_s))
+            deadline = max(deadline, self.returned_at + OVERDUE.seconds(entry.expected_s))
         return deadline
 
     def next_check(self, now: float, *, can_move: bool, is_alone: bool) -> float:
