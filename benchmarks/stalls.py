@@ -154,9 +154,9 @@ async def _scene(
 def _stopped(grain: Grain) -> Row:
     """Stop one of three device processes in the middle of a step."""
     import torch
-    from home import Work
 
     from cleave import Fleet, distribute
+    from home import Work
 
     torch.set_num_threads(1)
     work = Work(hidden=256, layers=4, tokens=1024, sequence=256, full=True, steps=1)

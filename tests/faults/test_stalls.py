@@ -65,6 +65,28 @@ def test_a_pass_loses_bounded_time_to_a_staller(manner: Manner, moment: str) -> 
     virtually(main())
 
 
+@pytest.mark.parametrize("manner", ["deaf", "pings"])
+def test_six_stallers_at_once_cost_no_more_than_one(manner: Manner) -> None:
+    """Failure 19."""
+
+    async def main() -> None:
+        eves = [f"eve{number}" for number in range(6)]
+        world = World(arrange=arranged([(5, [["ann", "bob", *eves]])]))
+        for name in eves:
+            await stallers.join(world, name, Moment("backward", "told"), manner)
+        for name in ("ann", "bob"):
+            await world.join(name)
+        for number in range(4):
+            started = world.loop.time()
+            await go(world, decoder(), sequences=8, seed=number % 2)
+            assert world.loop.time() - started < bound_s(manner)
+            world.cluster.step_ended()
+        assert {"ann", "bob"} <= world.here()
+        await world.close()
+
+    virtually(main())
+
+
 @pytest.mark.parametrize("manner", [manner for manner in MANNERS if manner not in RIGHT])
 def test_who_stalls_in_every_pass_and_rejoins_at_once_costs_less_and_less(manner: Manner) -> None:
     passes, each_s = 24, 4.0
@@ -229,6 +251,29 @@ def test_a_server_that_was_stopped_keeps_its_devices() -> None:
         await world.products(layer(1))
         assert world.here() == {"ann", "bob"}
         assert not world.departures()
+        await world.close()
+
+    virtually(main())
+
+
+@pytest.mark.parametrize("rate", [1e3, 1e16])
+def test_plans_can_be_made_with_a_device_at_either_end_of_what_is_believed(rate: float) -> None:
+    async def main() -> None:
+        world = World()
+        for name in ("ann", "bob", "eve"):
+            await world.join(name)
+        with_eve = world.cluster.engine.roster
+        for one in (eve := with_eve.members["eve"]).flops, eve.down, eve.up:
+            for _ in range(100):
+                one.add(*((1e11, 1e11 / rate) if rate > 1e9 else (1.0, 1.0)))
+                if rate < 1e9:
+                    one.halve()
+        with_eve.measured("eve")
+        assert eve.flops.value == pytest.approx(rate, rel=0.01)
+        assert eve.up.value == pytest.approx(min(rate, 20e9), rel=0.01)
+        await world.products(layer(1))
+        assert_same(await go(world, decoder()))
+        assert world.here() == {"ann", "bob", "eve"}
         await world.close()
 
     virtually(main())
