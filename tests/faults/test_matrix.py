@@ -39,7 +39,7 @@ MEANINGLESS: dict[tuple[Kind, Phase], str] = {
     ("lie", "receiving"): "a liar lies when it returns a result; before, it is as from the beginning (joining)",
     ("lie", "computing"): "a liar lies when it returns a result; before, it is as from the beginning (joining)",
 }
-ENDS: set[Kind] = {"vanish", "half-open", "stall", "torn-frame", "lie"}
+ENDS: set[Kind] = {"vanish", "half-open", "stall", "torn-frame", "lie", "deaf"}
 """After these a device is useless, so it must eventually leave the fleet."""
 
 
@@ -60,7 +60,7 @@ def cells() -> list[Any]:
 
 def _seconds(kind: Kind, after: int) -> float:
     """A device that stalls after some right answers wakes up again, with results nobody waits for anymore."""
-    if kind == "slow":
+    if kind in ("slow", "drip"):
         return SLOW_S
     return STALL_S if kind == "stall" and after else math.inf
 

@@ -37,6 +37,7 @@ class Row:
     down_bytes: int = 123_400_000
     up_bytes: int = 123_400_000
     idle_reason: str = ""
+    level: str = "stranger"
 
 
 @dataclass

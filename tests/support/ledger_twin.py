@@ -10,7 +10,8 @@ from collections.abc import Iterable
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.core.schedule.device_queue import DEADLINE_S, IN_FLIGHT
+from cleave.core.schedule.device_queue import IN_FLIGHT
+from cleave.core.schedule.lateness import OVERDUE, STALLED
 from cleave.core.schedule.rectangles import Rectangle
 from cleave.core.schedule.tasks import (
     Accept,
@@ -27,6 +28,7 @@ from cleave.core.schedule.tasks import (
     Overdue,
     Refuse,
     Resend,
+    Stalled,
     Start,
     Task,
     TaskId,
@@ -185,9 +187,15 @@ class Twin:
             case Back(device):
                 assert self.stays[device].is_late
                 self.stays[device].is_late = False
+            case Stalled(task, waited_s, expected_s):
+                assert task.is_bound
+                assert self.stays[task.device].is_late
+                assert task.id in self.stays[task.device].running
+                assert waited_s > STALLED.seconds(expected_s)
+                assert not all(stay.is_late for stay in self.stays.values()), "someone else could do it"
             case Overdue(device, task, waited_s, expected_s):
-                assert task.id in self.stays[device].running
-                assert waited_s > DEADLINE_S + expected_s
+                assert task in self.stays[device].placed, "cancelled ones too: the cancellation must go out"
+                assert waited_s > OVERDUE.seconds(expected_s)
             case Refuse():
                 pass
         for stay in self.stays.values():

@@ -211,17 +211,21 @@ class Connection:
         """Report pace and progress; disconnect a device that is silent or whose token was revoked; probe it again."""
         phase = zlib.crc32(self.device.encode()) / 2**32  # spreads the heartbeats of devices that joined at once
         await asyncio.sleep(_HEARTBEAT_S * phase)
+        silent_s, beaten = 0.0, self._loop.time()
         while True:
             await asyncio.sleep(_HEARTBEAT_S)
+            before, beaten = beaten, self._loop.time()
+            # At most one heartbeat each: time in which the server itself was stopped counts against nobody.
+            has_spoken = self.channel.silent_s <= beaten - before or not self._may_read.is_set()
+            silent_s = 0.0 if has_spoken else silent_s + _HEARTBEAT_S
+            if silent_s >= _SILENCE_S:
+                raise Disconnected(f"silent for {silent_s:.0f} s", rejoin=True)
             member = self.member
             self._post(PaceMeasured(self.device, member.pace))
             moved = self.channel.moved_bytes
-            if member.key is None or moved - self._moved_bytes > _PROGRESS_BYTES:
+            if moved - self._moved_bytes > _PROGRESS_BYTES:
                 self._moved_bytes = moved
                 self._post(DeviceMoved(self.device))
-            silent_s = self.channel.silent_s
-            if silent_s > _SILENCE_S and self._may_read.is_set():
-                raise Disconnected(f"silent for {silent_s:.0f} s", rejoin=True)
             if member.key is not None and not self._keys.is_valid(member.key):
                 raise Disconnected("the token it joined with was revoked", rejoin=False)
             if self._probed_at is None:

@@ -140,6 +140,14 @@ class Blame:
     """Quarantine it at once: its token has been convicted before."""
 
 
+@dataclass(frozen=True, slots=True)
+class Stall:
+    """Count against a device that others had to do what it owed."""
+
+    device: DeviceId
+    reason: str
+
+
 Request = (
     ledger.TasksSubmitted
     | ledger.GroupsAbandoned
@@ -153,6 +161,7 @@ Request = (
     | Park
     | End
     | Blame
+    | Stall
 )
 Requests = Iterable[Request]
 
@@ -217,6 +226,10 @@ class Run(Protocol):
     def left(self, device: DeviceId, now: float) -> Requests: ...
 
     def late(self, device: DeviceId, now: float) -> Requests: ...
+
+    def stalled(self, device: DeviceId, reason: str, now: float) -> Requests:
+        """Do without a device that holds up the others, if they can do its part."""
+        ...
 
     def resume(self, now: float) -> Requests: ...
 

@@ -64,6 +64,9 @@ from cleave.transport.base import Channel
 Planner = Callable[[Run], object]
 """Plan a run for the connected devices, or raise InfeasibleError; called off the loop."""
 
+_NOTICED_S = 0.25
+"""Time for which a device may owe its first result and leave without being made to wait before it rejoins."""
+
 log = logging.getLogger(__name__)
 
 
@@ -286,13 +289,19 @@ class Driver:
             reason = f"internal server error: {fault!r}"
         finally:
             if connection is not None:
-                if is_fault and not connection.member.has_helped:
-                    with self._lock:
-                        self._engine.roster.send_away(connection.device, self._loop.time())
+                self._end_stay(connection, is_fault=is_fault)
                 self._remove(connection, self._goodbye[0] if self._goodbye else reason)
                 told, may_rejoin = self._goodbye or (reason, rejoin)
                 await connection.say_goodbye(told, rejoin=may_rejoin)
             await channel.close(reason)
+
+    def _end_stay(self, connection: Connection, *, is_fault: bool) -> None:
+        """Note whether the device was more trouble than help; one that vanishes at once costs nothing."""
+        member, now = connection.member, self._loop.time()
+        is_fault = is_fault or self._engine.ledger.waited_s(connection.device, now) > _NOTICED_S
+        with self._lock:
+            is_bad = member.has_stalled or (is_fault and not member.has_helped)
+            self._engine.roster.end_stay(connection.device, now, is_bad=is_bad)
 
     def _remove(self, connection: Connection, reason: str) -> None:
         device, channel = connection.device, connection.channel

@@ -32,6 +32,7 @@ from cleave.core.schedule.tasks import (
     Overdue,
     Refuse,
     ResultArrived,
+    Stalled,
     Task,
     TaskFailed,
     TaskId,
@@ -58,6 +59,7 @@ from cleave.server.contract import (
     Resume,
     Run,
     RunSubmitted,
+    Stall,
     Tell,
     Wait,
     WaitedInVain,
@@ -146,6 +148,8 @@ class Engine:
                 self._end(run)
             case Blame(device, reason, is_final):
                 self._blame(device, reason, is_final=is_final)
+            case Stall(device, reason):
+                self._count_stall(device, reason)
             case DeviceAdded():
                 self._decide(item)
                 self._resume()
@@ -244,18 +248,39 @@ class Engine:
             case Late(device):
                 self._actions.append(Tell(events.DeviceLate(device=device, is_only=len(self.roster.members) == 1)))
                 self.roster.lateness_changed(device)
+                if self.roster.members[device].became_late():
+                    self._count_stall(device, "it was late again before it had finished anything")
                 if self._exclusive is not None:
                     self._ask(self._exclusive, self._exclusive.late, device, self._now)
             case Back(device):
                 self.roster.lateness_changed(device)
                 self._resume()
-            case Overdue(device, _, waited_s, expected_s):
-                reason = f"a task took {waited_s:.1f} s instead of the predicted {expected_s:.2f} s, and no data moved"
-                self._actions.append(Disconnect(device, reason, rejoin=True))
+            case Stalled(task, waited_s, expected_s):
+                if self._exclusive is not None:
+                    reason = f"a unit took {waited_s:.1f} s instead of the predicted {expected_s:.2f} s"
+                    self._ask(self._exclusive, self._exclusive.stalled, task.device, reason, self._now)
+            case Overdue(device, task, waited_s, expected_s):
+                member = self.roster.members[device]
+                if member.key is not None and task.id not in self._checking.get(device, {}):  # else it waits for us
+                    reason = f"a task took {waited_s:.1f} s instead of the predicted {expected_s:.2f} s"
+                    self._end_stalled(member, reason)
             case Accept() | Orphan() | Hedge():
                 raise AssertionError("handled by the caller")
             case _:
                 self._actions.append(command)
+
+    def _count_stall(self, device: DeviceId, reason: str) -> None:
+        """Lower expectations of a device that others had to do without; disconnect it if it happens again and again."""
+        member = self.roster.members.get(device)
+        if member is None or member.key is None:
+            return
+        self.roster.weaken(device)
+        if member.stalled() and len(self.roster.members) > 1:
+            self._end_stalled(member, f"stalled {member.stalls} times, the last: {reason}")
+
+    def _end_stalled(self, member: Member, reason: str) -> None:
+        member.has_stalled = True
+        self._actions.append(Disconnect(DeviceId(member.name), reason, rejoin=True))
 
     def _leave(self, device: DeviceId) -> None:
         self.roster.remove(device)
@@ -283,7 +308,9 @@ class Engine:
             self._actions.append(Disconnect(device, why, rejoin=True))
             return
         member = self.roster.members[device]
-        self.roster.observe(device, arrived.seen, task.effort)
+        flops = task.flops * part.area / task.whole.area
+        seen = arrived.seen.bounded(self.ledger.elapsed(device, id, self._now), flops)
+        self.roster.observe(device, seen, task.effort)
         if task.is_bound:
             self._credit(member, task, part)
             self._decide(ResultArrived(device, id, part), arrived.payload)
@@ -324,7 +351,7 @@ class Engine:
 
     def _credit(self, member: Member, task: Task, part: Rectangle) -> None:
         member.done_flops += task.flops * part.area / task.whole.area
-        member.failures = member.refused = member.bad_stays = 0
+        member.failures = member.refused = 0
         member.has_helped = True
 
     def _count(self, member: Member, id: TaskId) -> None:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from cleave.errors import InputError
@@ -36,6 +37,10 @@ Kind = Literal[
     "flood",  # thousands of unsolicited messages at once
     "half-open",  # sending and receiving stop, but the connection stays open
     "torn-frame",  # a header and part of its payload, then nothing
+    "withhold",  # heartbeats are answered, but no result is sent
+    "drip",  # every result, or every row of it, is `seconds` late
+    "misreport",  # every result claims absurd durations
+    "deaf",  # receiving stops; sending goes on
 ]
 Phase = Literal[
     "joining",  # until the first task or operand arrives
@@ -50,9 +55,14 @@ MANNERS: dict[Kind, tuple[str, ...]] = {
     "replay": ("instead", "besides"),
     "flood": ("probed", "result", "failed"),
     "torn-frame": ("silent", "closed"),
+    "withhold": ("bare", "padded"),
+    "drip": ("rows", "whole"),
+    "misreport": ("slow", "fast", "zero", "negative", "nan", "inf"),
 }
 """Variants of a fault, where there are several."""
 _FLOOD_MESSAGES = 3000
+_PADDING = bytes(100_000)  # enough between two heartbeats to look like progress
+_CLAIMED_S = {"slow": 1e30, "fast": 1e-30, "zero": 0.0, "negative": -1.0, "nan": math.nan, "inf": math.inf}
 _UNKNOWN_TASK = 1 << 50  # no server issues this task
 _UNSOLICITED: dict[str, tuple[AnyMessage, bytes]] = {
     "probed": (Probed(down_s=0.0), b""),
@@ -100,7 +110,7 @@ class FaultyChannel(Channel):
         self._phase_counts: Counter[Phase] = Counter()
         self._lasting: dict[Kind, str] = {}
         self._previous: tuple[AnyMessage, Buffer] | None = None
-        self._silent_until_s, self._late_s = -math.inf, 0.0
+        self._silent_until_s, self._late_s, self._drip_s = -math.inf, 0.0, 0.0
         self._is_deaf = False
 
     async def send(self, message: AnyMessage, payload: Buffer = b"") -> None:
@@ -108,6 +118,7 @@ class FaultyChannel(Channel):
         await self._delay()
         if self._lasting:
             for header, body in self._tampered(message, payload):
+                await asyncio.sleep(self._drip_s if isinstance(message, Result) else 0.0)
                 await self._write(header, body)
         else:
             await super().send(message, payload)
@@ -163,7 +174,10 @@ class FaultyChannel(Channel):
                 self._silent_until_s = math.inf
                 if manner == "closed":
                     await self._inner.close()
-            case "corrupt" | "lie" | "replay" | "duplicate":
+            case "deaf":
+                self._is_deaf = True
+            case "corrupt" | "lie" | "replay" | "duplicate" | "withhold" | "drip" | "misreport":
+                self._drip_s = fault.seconds if fault.kind == "drip" else self._drip_s
                 self._lasting[fault.kind] = manner
 
     async def _delay(self) -> None:
@@ -179,7 +193,17 @@ class FaultyChannel(Channel):
         """Yield the headers and payloads to send in place of an honest message."""
         if isinstance(message, Result) and "lie" in self._lasting:
             payload = self._falsified(message, payload)
+        if isinstance(message, Result) and "misreport" in self._lasting:
+            claimed_s = _CLAIMED_S[self._lasting["misreport"]]
+            message = msgspec.structs.replace(message, compute_s=claimed_s, down_s=claimed_s)
+        if "withhold" in self._lasting:
+            if isinstance(message, Result):
+                return
+            if isinstance(message, Probed) and self._lasting["withhold"] == "padded":
+                message, payload = Probed(down_s=0.0, payload=len(_PADDING)), _PADDING
         outgoing = [(message, payload)]
+        if isinstance(message, Result) and self._lasting.get("drip") == "rows":
+            outgoing = list(_rows(message, payload))
         if "replay" in self._lasting and self._previous is not None:
             outgoing = [self._previous, *(outgoing if self._lasting["replay"] == "besides" else ())]
         for each, body in outgoing * (2 if "duplicate" in self._lasting else 1):
@@ -292,6 +316,16 @@ def _result_elements(program: Program, shapes: dict[int, tuple[int, int]]) -> in
         case Forward() | Backward():
             rows, cols = shapes.get(program.x, (1, 1))
             return rows * (2 if isinstance(program, Forward) and program.head is not None else cols)
+
+
+def _rows(message: Result, payload: Buffer) -> Iterator[tuple[AnyMessage, Buffer]]:
+    """Yield a result as one message per row."""
+    values, codec = np.empty((message.rows, message.cols), dtype=np.float32), NumpyCodec()
+    codec.decode_into(payload, message.format, values)
+    for row in range(message.rows):
+        body = codec.encode(values[row : row + 1], message.format).data
+        first_row, size = message.first_row + row, len(body)
+        yield msgspec.structs.replace(message, first_row=first_row, rows=1, payload=size), body
 
 
 async def _forever() -> None:

@@ -23,7 +23,8 @@ from tests.support.ledgers import (
     task,
 )
 
-from cleave.core.schedule.device_queue import DEADLINE_S, IN_FLIGHT, LATE_S
+from cleave.core.schedule.device_queue import IN_FLIGHT
+from cleave.core.schedule.lateness import LATE_S, MOST_TIMES, MOVED_S, OVERDUE, STALLED, lost_s
 from cleave.core.schedule.ledger import TICK_S, Ledger
 from cleave.core.schedule.rectangles import Rectangle
 from cleave.core.schedule.tasks import (
@@ -31,6 +32,7 @@ from cleave.core.schedule.tasks import (
     Back,
     Cancel,
     CancelSent,
+    Command,
     DeviceAdded,
     DeviceAnswered,
     DeviceMoved,
@@ -43,6 +45,7 @@ from cleave.core.schedule.tasks import (
     Overdue,
     Refuse,
     ResultArrived,
+    Stalled,
     Start,
     Task,
     TaskFailed,
@@ -50,6 +53,8 @@ from cleave.core.schedule.tasks import (
     TasksSubmitted,
     Tick,
 )
+
+DEADLINE_S = OVERDUE.base_s
 
 # ------------------------------------------------------------------------------------------------ lateness
 
@@ -145,16 +150,71 @@ def test_a_device_that_misses_a_deadline_is_overdue() -> None:
     assert said[0] == Late(ANN), "it was late long before"
 
 
-def test_progress_extends_the_deadline() -> None:
+def test_progress_extends_the_deadline_by_its_share_of_the_result() -> None:
+    """One element every eight seconds keeps no device connected for longer than its share allows."""
     server = Server(ann=100, bob=100)
     server.submit(slow := task(1, X))
+    server.wait(0.8 * DEADLINE_S)
+    server.result(slow, Rectangle(0, 1, 0, 1))
+    overdue = only(server.wait(0.8 * DEADLINE_S), Overdue)
+    assert overdue.waited_s == pytest.approx(0.01 + 10.1 * (1 + 2 / 6), abs=2 * TICK_S)
+    assert overdue.waited_s < lost_s(0.01, moves_bytes=True, slack=OVERDUE)
+
+
+@pytest.mark.parametrize("is_bound", [False, True])
+def test_bytes_that_move_keep_no_device_for_ever(is_bound: bool) -> None:
+    server = Server(ann=100, bob=100)
+    server.submit(slow := task(1, X, is_bound=is_bound))
+    said: list[Command] = []
+    while not any(isinstance(command, Overdue) for command in said):
+        server.tell(DeviceMoved(ANN))
+        said += server.wait(2.0)
+        assert server.now < 100.0, "a device that only moves bytes is disconnected"
+    overdue = next(command for command in said if isinstance(command, Overdue))
+    assert overdue.task == slow
+    assert overdue.waited_s == pytest.approx(lost_s(0.01, moves_bytes=True, slack=OVERDUE), abs=2 * TICK_S)
+
+
+def test_the_only_device_is_given_time_as_long_as_results_arrive() -> None:
+    server = Server(ann=100)
+    server.submit(slow := task(1, X))
     for col in range(3):
-        said = server.wait(0.9 * DEADLINE_S)
-        assert not any(isinstance(command, Overdue) for command in said)
+        for row in range(2):
+            assert not any(isinstance(command, Overdue) for command in server.wait(0.9 * DEADLINE_S))
+            if (row, col) != (1, 2):
+                server.result(slow, Rectangle(row, row + 1, col, col + 1))
+    assert server.now > 5 * DEADLINE_S
+    assert isinstance(server.wait(0.2 * DEADLINE_S)[-1], Overdue), "without progress, the run waits for another"
+
+
+def test_the_only_device_is_disconnected_if_it_only_moves_bytes() -> None:
+    server = Server(ann=100)
+    server.submit(task(1, X))
+    said: list[Command] = []
+    while not any(isinstance(command, Overdue) for command in said):
+        server.tell(DeviceMoved(ANN))
+        said += server.wait(2.0)
+        assert server.now < 100.0
+    assert server.now > 2 * DEADLINE_S
+
+
+def test_the_only_devices_privilege_ends_when_another_joins() -> None:
+    server = Server(ann=100)
+    server.submit(slow := task(1, X))
+    for col in range(3):
+        server.wait(0.9 * DEADLINE_S)
         server.result(slow, Rectangle(0, 1, col, col + 1))
-    said = server.wait(2 * DEADLINE_S)
-    assert isinstance(said[-1], Overdue)
-    assert said[-1].waited_s > 3 * 0.9 * DEADLINE_S + DEADLINE_S
+    server.tell(DeviceAdded(BOB, 100, QUICK))
+    assert isinstance(server.wait(TICK_S)[-1], Overdue)
+
+
+def test_a_cancellation_that_cannot_be_sent_makes_its_device_overdue() -> None:
+    """Otherwise a device that never reads keeps its slots and its place for ever."""
+    server = Server(ann=100, bob=100)
+    server.submit(one := task(1, X), task(2, X, device=BOB, seconds=1e3))
+    server.tell(GroupsAbandoned((one.group,)))
+    assert server.wait(0.9 * DEADLINE_S) == []
+    assert only(server.wait(0.3 * DEADLINE_S), Overdue).task == one
 
 
 def test_refused_results_and_heartbeats_do_not_extend_the_deadline() -> None:
@@ -228,6 +288,8 @@ def test_a_cancelled_task_makes_no_device_late() -> None:
     server = Server(ann=100, bob=100)
     server.submit(one := task(1, X), task(2, X, device=BOB, seconds=50.0))
     server.tell(GroupsAbandoned((one.group,)))
+    assert server.wait(5.0) == []
+    server.tell(CancelSent(ANN, one.id))
     assert server.wait(20.0) == []
 
 
@@ -405,3 +467,56 @@ def test_a_bound_task_that_misses_its_deadline_makes_its_device_overdue() -> Non
     server = Server(ann=100, bob=100)
     server.submit(one := task(1, X, is_bound=True))
     assert only(server.wait(60.0), Overdue).task == one
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+def test_a_stalled_bound_task_is_reported_in_bounded_time_and_again_until_it_is_abandoned(seconds: float) -> None:
+    server = Server(ann=100, bob=100)
+    server.submit(one := task(1, X, is_bound=True, seconds=seconds))
+    expected_s = seconds + 0.01
+    said = server.wait(lost_s(expected_s) + 2 * TICK_S)
+    stalled = only(said, Stalled)
+    assert (stalled.task, said[0]) == (one, Late(ANN))
+    assert stalled.waited_s == pytest.approx(lost_s(expected_s), abs=2 * TICK_S)
+    assert only(server.wait(LATE_S + expected_s + 2 * TICK_S), Stalled).task == one
+    server.tell(GroupsAbandoned((one.group,)))
+    assert server.wait(3.0) == []
+
+
+@pytest.mark.parametrize("progress", ["bytes", "results"])
+def test_progress_delays_a_stall_but_not_without_end(progress: str) -> None:
+    server = Server(ann=100, bob=100)
+    server.submit(one := task(1, X, is_bound=True))
+    said: list[Command] = []
+    for col in range(3):
+        if progress == "bytes":
+            server.tell(DeviceMoved(ANN))
+        else:
+            server.result(one, Rectangle(0, 1, col, col + 1))
+        said += server.wait(1.9)
+    stalled = [command for command in said if isinstance(command, Stalled)]
+    if progress == "bytes":
+        assert not stalled
+        said += server.wait(MOST_TIMES * STALLED.base_s + 1.0 - server.now)
+        stalled = [command for command in said if isinstance(command, Stalled)]
+    assert STALLED.base_s < stalled[0].waited_s <= lost_s(0.01, moves_bytes=True) + 2 * TICK_S
+
+
+def test_nothing_stalls_while_no_other_device_could_do_it() -> None:
+    server = Server(ann=100)
+    server.submit(task(1, X, is_bound=True))
+    assert server.wait(3 * STALLED.base_s) == [Late(ANN)]
+    server.tell(DeviceAdded(BOB, 100, QUICK))
+    assert isinstance(only(server.wait(TICK_S), Stalled), Stalled)
+
+
+def test_a_slow_and_steady_device_whose_pace_was_overrated_threefold_is_left_alone() -> None:
+    server = Server(ann=100, bob=100)
+    server.submit(one := task(1, X, is_bound=True, seconds=10.0))
+    for row in range(2):
+        for col in range(3):
+            said = server.wait(5.0)
+            assert not any(isinstance(command, Stalled | Overdue) for command in said)
+            server.result(one, Rectangle(row, row + 1, col, col + 1))
+    assert server.now == pytest.approx(30.0)
+    assert MOVED_S < 10.0

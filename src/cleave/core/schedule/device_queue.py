@@ -2,9 +2,9 @@
 
 A task starts when it is next (lower priority number first, then in order of submission), when few others are
 unfinished, and when its operands and result fit into the device's memory. The device's measured pace predicts when it
-should be done; some time after that it is late, and later still its deadline has passed. A cancelled task keeps its
-slot and its memory until the cancellation is sent, because its operands may still be on their way.
-All times are in ledger time (see `ledger.py`).
+should be done. After that there are three limits (`lateness.py`): late, stalled, overdue. A cancelled task keeps its
+slot and its memory until the cancellation is sent, because its operands may still be on their way; if it cannot be
+sent, the task becomes overdue like any other. All times are in ledger time (see `ledger.py`).
 """
 
 from __future__ import annotations
@@ -17,15 +17,12 @@ from dataclasses import dataclass
 
 from cleave.core.cost.rates import Pace
 from cleave.core.schedule.device_memory import DeviceMemory
+from cleave.core.schedule.lateness import LATE, LATE_S, OVERDUE, STALLED, Slack
 from cleave.core.schedule.rectangles import Rectangle, total, within, without
 from cleave.core.schedule.tasks import Command, DeviceId, Forget, OperandId, Refuse, Start, Task, TaskId
 
 IN_FLIGHT = 6
 """Maximum number of unfinished tasks on a device: enough that its links and compute never wait for the server."""
-LATE_S, LATE_TIMES = 0.5, 3.0
-"""Slack before a task is late: seconds, plus a multiple of its predicted duration."""
-DEADLINE_S, DEADLINE_TIMES = 10.0, 10.0
-"""Slack before a task's deadline; each part of its result that arrives extends it."""
 _MAX_PIECES = 64  # pieces of one task that a device may owe; honest devices return bands
 _MAX_CANCELLED = 256  # cancelled tasks remembered, as their results may still be on their way
 
@@ -39,22 +36,40 @@ class Running:
     """Parts that the device has not returned, needed or not."""
     expected_s: float
     started: float
-    late_at: float
-    deadline: float
+    due: float
+    """When it should be done, behind the tasks that were running before it."""
     hedged_at: float | None = None
+    stalled_at: float | None = None
+    """When it was last reported as stalled."""
     is_cancelled: bool = False
+
+    @property
+    def late_at(self) -> float:
+        return self.due + LATE.seconds(self.expected_s)
 
     def is_late(self, now: float) -> bool:
         return not self.is_cancelled and now > self.late_at
 
-    def progressed(self, now: float) -> None:
-        """Extend the deadline: a part of the result arrived."""
-        self.deadline = max(self.deadline, now + DEADLINE_S + DEADLINE_TIMES * self.expected_s)
+    def limit(self, slack: Slack, moved_at: float) -> float:
+        """When the slack is used up, if nothing more arrives; `moved_at` is when bytes last moved."""
+        returned = 1 - total(self.owed) / self.task.whole.area
+        return slack.limit(self.due, self.expected_s, returned=returned, moved_at=moved_at)
+
+    def stalls_at(self, moved_at: float) -> float:
+        """When to report the task as stalled, or report it again; only tasks bound to their device stall."""
+        if not self.task.is_bound or self.is_cancelled:
+            return math.inf
+        again = -math.inf if self.stalled_at is None else self.stalled_at + LATE_S + self.expected_s
+        return max(again, self.limit(STALLED, moved_at))
 
     def delay(self, seconds: float) -> None:
         """Shift the schedule: a more urgent task goes first."""
-        self.late_at += seconds
-        self.deadline += seconds
+        self.due += seconds
+
+    def cancel(self, now: float) -> None:
+        """Wait only until the cancellation is sent."""
+        self.is_cancelled = True
+        self.due = max(self.due, now)
 
     @property
     def hedge_at(self) -> float:
@@ -70,6 +85,10 @@ class DeviceQueue:
         self.running: dict[TaskId, Running] = {}
         self.busy_until = -math.inf
         """When the running tasks should be done."""
+        self.moved_at = -math.inf
+        """When bytes last moved to or from the device."""
+        self.returned_at = -math.inf
+        """When the last part of a result was accepted."""
         self._waiting: list[tuple[int, int, Task]] = []
         """A heap by priority, then submission number."""
         self._cancelled: deque[TaskId] = deque(maxlen=_MAX_CANCELLED)
@@ -120,25 +139,37 @@ class DeviceQueue:
     def lags(self, now: float) -> bool:
         return any(entry.is_late(now) for entry in self.running.values())
 
-    def overdue(self, now: float) -> Running | None:
-        """A task whose deadline has passed."""
-        return next((entry for entry in self.live if now > entry.deadline), None)
+    def stalled(self, now: float) -> list[Running]:
+        """Bound tasks to report as stalled now."""
+        return [entry for entry in self.live if now > entry.stalls_at(self.moved_at)]
 
-    def next_check(self, now: float, *, can_move: bool) -> float:
-        """The earliest time a task may become late or overdue or, if work can move to others, need a hedge.
+    def overdue(self, now: float, *, is_alone: bool) -> Running | None:
+        """A task whose deadline has passed; a cancelled one, if its cancellation could not be sent."""
+        return next((entry for entry in self.running.values() if now > self._deadline(entry, is_alone=is_alone)), None)
 
-        Never too late, but may be too early: deadlines are extended and tasks finish in the meantime.
+    def _deadline(self, entry: Running, *, is_alone: bool) -> float:
+        """Deadline of a task. The only device of a fleet is given more time with each part of a result."""
+        deadline = entry.limit(OVERDUE, self.moved_at)
+        if is_alone:
+            deadline = max(deadline, self.returned_at + OVERDUE.seconds(entry.expected_s))
+        return deadline
+
+    def next_check(self, now: float, *, can_move: bool, is_alone: bool) -> float:
+        """The earliest time a task may become late or overdue or, if work can move to others, stall or need a hedge.
+
+        Never too late, but may be too early: limits are extended and tasks finish in the meantime.
         """
         soonest, lags = math.inf, False
         for entry in self.running.values():
-            if not entry.is_cancelled:
-                is_late = now > entry.late_at
-                soonest = min(soonest, entry.deadline if is_late else entry.late_at)
-                lags |= is_late
+            is_late = entry.is_late(now)
+            is_settled = is_late or entry.is_cancelled
+            soonest = min(soonest, self._deadline(entry, is_alone=is_alone) if is_settled else entry.late_at)
+            lags |= is_late
         if lags and can_move:
             if any(not task.is_bound for _, _, task in self._waiting):
                 return -math.inf
-            soonest = min(soonest, *(entry.hedge_at for entry in self.live))
+            for entry in self.live:
+                soonest = min(soonest, entry.hedge_at, entry.stalls_at(self.moved_at))
         return soonest
 
     # -------------------------------------------------------------------------------------------- changes
@@ -179,11 +210,6 @@ class DeviceQueue:
         self.busy_until = min(self.busy_until, now + sum(other.expected_s for other in self.running.values()))
         return self.memory.unplace(entry.task)
 
-    def extend_deadlines(self, now: float) -> None:
-        """Give all running tasks more time: the device is making progress on some of them."""
-        for entry in self.running.values():
-            entry.deadline = max(entry.deadline, now + DEADLINE_S)
-
     def check(self) -> None:
         """Assert the invariants."""
         self.memory.check(entry.task for entry in self.running.values())
@@ -213,6 +239,5 @@ class DeviceQueue:
             owed=[task.whole],
             expected_s=expected_s,
             started=now,
-            late_at=self.busy_until + LATE_S + LATE_TIMES * expected_s,
-            deadline=self.busy_until + DEADLINE_S + DEADLINE_TIMES * expected_s,
+            due=self.busy_until,
         )

@@ -7,8 +7,8 @@ and each element is accepted exactly once, from whichever device returns it firs
 
 Departures: the unfinished work of a device that leaves is handed back as orphans, unless another device has it too.
 Stragglers: a late device gets no new work, its waiting tasks are handed back, and its running ones are hedged: given to
-others too; the first result wins and the others are cancelled. Tasks bound to a device stay there. A device that
-misses a deadline is to be disconnected.
+others too; the first result wins and the others are cancelled. Tasks bound to a device stay there; if they stall, the
+submitter hears of it and may abandon them. A device that misses a deadline is to be disconnected (`lateness.py`).
 
 Cost: an event costs time for the tasks, operands and devices it concerns, whatever the size of the fleet. Devices that
 may need attention are found in heaps (`soonest.py`), the holders of an operand in an index.
@@ -29,6 +29,7 @@ from itertools import islice
 from cleave.core.cost.rates import Pace
 from cleave.core.schedule.device_memory import DeviceMemory, Holders
 from cleave.core.schedule.device_queue import DeviceQueue
+from cleave.core.schedule.lateness import Elapsed
 from cleave.core.schedule.rectangles import Rectangle, without
 from cleave.core.schedule.regions import Regions
 from cleave.core.schedule.soonest import Soonest
@@ -55,6 +56,7 @@ from cleave.core.schedule.tasks import (
     Refuse,
     Resend,
     ResultArrived,
+    Stalled,
     Task,
     TaskFailed,
     TaskId,
@@ -121,6 +123,23 @@ class Ledger:
         queue = self._queues.get(device)
         return 0 if queue is None else queue.unfinished
 
+    def elapsed(self, device: DeviceId, task: TaskId, now: float) -> Elapsed:
+        """Observed durations of a running task, to judge those that its device reports."""
+        queue, time = self._queues[device], self._time(now)
+        entry = queue.running[task]
+        since = max(entry.started, queue.returned_at)
+        return Elapsed(
+            longest_s=time - min(other.started for other in queue.running.values()),
+            late_s=time - since if entry.is_late(time) else 0.0,
+        )
+
+    def waited_s(self, device: DeviceId, now: float) -> float:
+        """Seconds since the oldest task of the device started, without an accepted result since; 0 if it owes none."""
+        queue = self._queues.get(device)
+        if queue is None or not queue.live:
+            return 0.0
+        return self._time(now) - max(min(entry.started for entry in queue.live), queue.returned_at)
+
     def backlog_s(self, device: DeviceId, now: float) -> float:
         """Seconds until the device should be done with the tasks it runs."""
         queue = self._queues.get(device)
@@ -158,7 +177,7 @@ class Ledger:
                 return self._recover(device, time)
             case DeviceMoved(device):
                 if device in self._queues:
-                    self._queues[device].extend_deadlines(time)
+                    self._queues[device].moved_at = time
                 return []
             case TasksSubmitted(tasks):
                 return self._submit(tasks, time)
@@ -226,7 +245,7 @@ class Ledger:
         queue = self._queues[device]
         entry = queue.running[id]
         entry.owed = without(entry.owed, part)
-        entry.progressed(now)
+        queue.returned_at = now
         delivery = self._regions.deliver(task, part)
         commands: list[Command] = [
             Accept(task, part, delivery.fresh, delivery.finished)
@@ -295,7 +314,7 @@ class Ledger:
             if entry is None:
                 queued.add(task.id)
             else:
-                entry.is_cancelled = True
+                entry.cancel(now)
                 commands.append(Cancel(task))
         for device, queued in waiting.items():
             queue = self._queues[device]
@@ -314,8 +333,13 @@ class Ledger:
     def _has_healthy(self) -> bool:
         return len(self._late) < len(self._queues)
 
+    @property
+    def _is_alone(self) -> bool:
+        return len(self._queues) == 1
+
     def _check_later(self, queue: DeviceQueue, now: float) -> None:
-        self._checks.put_earlier(queue.device, queue.next_check(now, can_move=self._has_healthy))
+        next_check = queue.next_check(now, can_move=self._has_healthy, is_alone=self._is_alone)
+        self._checks.put_earlier(queue.device, next_check)
 
     def _check_stragglers(self) -> None:
         """Check late devices at the next tick, if the fleet just got its first healthy device to take their work."""
@@ -324,12 +348,12 @@ class Ledger:
                 self._checks.put_earlier(device, -math.inf)
 
     def _tick(self, now: float) -> list[Command]:
-        """Check the devices that are due: disconnect them, mark them as late, move and hedge their tasks."""
+        """Check the devices that are due: disconnect them, mark them as late; move, hedge or report their tasks."""
         commands: list[Command] = []
         due = [self._queues[device] for device in self._checks.pop_before(now)]
         lagging: list[DeviceQueue] = []
         for queue in due:
-            overdue = queue.overdue(now)
+            overdue = queue.overdue(now, is_alone=self._is_alone)
             if overdue is not None:
                 waited_s = now - overdue.started
                 commands.append(Overdue(queue.device, overdue.task, waited_s, overdue.expected_s))
@@ -344,6 +368,7 @@ class Ledger:
             for queue in lagging:
                 commands += self._move_waiting(queue)
                 commands += self._hedge_running(queue, hedged, now)
+                commands += self._report_stalled(queue, now)
         for queue in due:
             self._check_later(queue, now)
         return commands
@@ -371,6 +396,13 @@ class Ledger:
                 done += [part.moved(task.top, task.left) for part in missing]
         return commands
 
+    def _report_stalled(self, queue: DeviceQueue, now: float) -> list[Command]:
+        """Report a device that holds up what only it can do; again after a while, if nobody acts on it."""
+        stalled = queue.stalled(now)
+        for entry in stalled:
+            entry.stalled_at = now
+        return [Stalled(entry.task, now - entry.started, entry.expected_s) for entry in stalled[:1]]
+
     def _recover(self, device: DeviceId, now: float) -> list[Command]:
         """Mark a late device as healthy once it is heard from and none of its tasks is late."""
         if device not in self._late or self._queues[device].lags(now):
@@ -397,6 +429,6 @@ class Ledger:
         assert self._late.keys() <= self._queues.keys()
         now = self._ticked
         for device, queue in self._queues.items():
-            next_check = queue.next_check(now, can_move=self._has_healthy)
+            next_check = queue.next_check(now, can_move=self._has_healthy, is_alone=self._is_alone)
             assert self._checks.moment(device) <= max(next_check, now), "no device is forgotten"
             assert self._free.moment(device) == (math.inf if device in self._late else queue.free_at)

@@ -14,13 +14,15 @@ from collections import OrderedDict
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from cleave.core.cost.rates import Pace
 from cleave.core.fleet.profiles import Profiles
+from cleave.core.schedule.lateness import Elapsed
 from cleave.core.schedule.names import Names
+from cleave.core.schedule.pauses import Pauses
 from cleave.core.schedule.profile_table import Measured, ProfileTable
 from cleave.core.verify.trust import Level, Trust
 
@@ -28,8 +30,14 @@ _FADE_BYTES = 32e6  # bytes after which a link's past counts half
 _FADE_S = 1.0  # seconds of compute after which a processor's past counts half
 _LATENCY_FADE = 1.02
 _MAX_PAST = 4096
-_MAX_PAUSE_S = 300.0
 _MAX_BYTES_PER_S, _MAX_FLOPS_PER_S = 20e9, 1e16  # so that a message that arrives instantly still takes some time
+_MIN_BYTES_PER_S, _MIN_FLOPS_PER_S = 1e3, 1e3  # so that no plan divides by zero, whatever a device reports
+_MAX_DROP = 4.0  # factor by which one measurement can lower a rate
+_MAX_SHARE = 32.0  # measurements larger than this many memories are scaled down: one lie must not drown all that follow
+_NEWCOMER_TIMES, _FIRST_FLOPS_PER_S = 4.0, 2.5e14
+"""Most that is believed of a newcomer: a multiple of the fastest device at work, or of this if there is none."""
+_MOST_STALLS = 3
+_CLEARED_BY = 100  # tasks that make good for one stall
 STAND_IN = "this server"
 """Name of the server's own device, which computes while no other is connected."""
 _RESERVED = frozenset(("server", STAND_IN))
@@ -38,8 +46,8 @@ _RESERVED = frozenset(("server", STAND_IN))
 class Rate:
     """Amount per second, from decaying sums of amounts and seconds."""
 
-    def __init__(self, first: float, memory: float, maximum: float) -> None:
-        self._memory, self._maximum = memory, maximum
+    def __init__(self, first: float, memory: float, maximum: float, minimum: float = 1e-3) -> None:
+        self._memory, self._maximum, self._minimum = memory, maximum, minimum
         self._amount = memory / 4
         self._seconds = memory / 4 / first
 
@@ -51,16 +59,21 @@ class Rate:
         """Add a measurement; ignore implausible ones."""
         if not (0 < amount < math.inf and 0 < seconds < math.inf):
             return
-        keep = 0.5 ** (amount / self._memory)
+        least = max(self._minimum, self.value / _MAX_DROP)
+        seconds = min(max(seconds, amount / self._maximum), amount / self._minimum)
+        scale = min(1.0, _MAX_SHARE * self._memory / amount)
+        amount, seconds = amount * scale, seconds * scale
+        usual = self.value * seconds  # so that a rate far too high fades as fast as one that is about right
+        keep = 0.5 ** (max(amount, usual) / self._memory)
         self._amount = self._amount * keep + amount
-        self._seconds = self._seconds * keep + max(seconds, amount / self._maximum)
+        self._seconds = min(self._seconds * keep + seconds, self._amount / least)
 
     def limit(self, maximum: float) -> None:
         self._amount = min(self._amount, maximum * self._seconds)
 
     def halve(self) -> None:
         """Halve the expectation for a device that is late for an unknown reason; its next results correct the guess."""
-        self._amount /= 2
+        self._amount = max(self._amount / 2, self._minimum * self._seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +86,24 @@ class Observation:
     down_s: float
     up_bytes: int
     up_s: float
+
+    def bounded(self, elapsed: Elapsed, flops: float) -> Observation:
+        """Replace reported seconds that the server's clock contradicts; `flops` is what the result should have taken.
+
+        No duration is longer than was observed. If the result is late, all of the time it took is accounted for, as
+        compute or, for a result without any, as sending it: whatever the device claims, it was that slow.
+        """
+        compute_s, down_s = _within(self.compute_s, elapsed.longest_s), _within(self.down_s, elapsed.longest_s)
+        missing_s = elapsed.late_s - (compute_s + down_s + self.up_s)
+        if missing_s <= 0:
+            return replace(self, compute_s=compute_s, down_s=down_s)
+        if flops > 0:
+            return replace(self, flops=flops, compute_s=compute_s + missing_s, down_s=down_s)
+        return replace(self, compute_s=compute_s, down_s=down_s, up_s=self.up_s + missing_s)
+
+
+def _within(reported_s: float, longest_s: float) -> float:
+    return min(reported_s, longest_s) if reported_s > 0 else 0.0  # NaN is not above 0 either
 
 
 @dataclass(slots=True)
@@ -89,6 +120,8 @@ class Member:
     """Token of the run it joined with; None for the server's own device."""
     level: Level = "stranger"
     """Trust that comes with the token."""
+    party: str = ""
+    """Token, or address in a run without tokens, whose bad stays it shares; empty for the server's own devices."""
     trust: Trust = field(default_factory=Trust)
     tasks: int = 0
     done_flops: float = 0.0
@@ -98,21 +131,37 @@ class Member:
     wrong: int = 0
     """Results found wrong."""
     compute_s: float = 0.0
-    """Seconds of compute, as reported by the device."""
+    """Seconds of compute, as reported by the device within what was observed."""
     down_bytes: int = 0
     up_bytes: int = 0
     failures: int = 0
     """Consecutive failed tasks."""
     refused: int = 0
     """Consecutive results that were not asked for."""
-    bad_stays: int = 0
-    """Consecutive connections that ended through the device's fault with nothing done."""
     has_helped: bool = False
     """Whether the device returned a correct result during this connection."""
-    not_before: float = 0.0
-    """When the device may rejoin after a bad stay."""
+    stalls: int = 0
+    """Times that the others had to do without what the device owed; every _CLEARED_BY tasks clear one."""
+    has_stalled: bool = False
+    """Whether the connection is to end because the device stalled."""
     idle_reason: str = ""
     """Why the device has no work; empty while it has some."""
+    tasks_before: int = 0
+    """Tasks of earlier connections."""
+    tasks_then: int = 0
+    """Tasks at the last stall."""
+    _tasks_when_late: int = -1
+
+    def stalled(self) -> bool:
+        """Count a stall; return whether it is one too many."""
+        self.stalls = max(0, self.stalls - (self.tasks - self.tasks_then) // _CLEARED_BY) + 1
+        self.tasks_then = self.tasks
+        return self.stalls >= _MOST_STALLS
+
+    def became_late(self) -> bool:
+        """Note that the device is late; return whether it has finished nothing since it last was."""
+        is_again, self._tasks_when_late = self._tasks_when_late == self.tasks, self.tasks
+        return is_again
 
     def heard(self, round_trip_s: float) -> None:
         """Learn from a heartbeat's answer, which may have queued behind other messages: keep a decaying minimum."""
@@ -187,6 +236,7 @@ class Roster:
         self._snapshot: Profiles | None = None
         self._names = Names()
         self._reserved: set[str] = set()
+        self._pauses = Pauses()
 
     def add(
         self,
@@ -201,26 +251,32 @@ class Roster:
         address: str = "",
         key: str | None = "",
         level: Level = "stranger",
+        party: str = "",
     ) -> Member:
+        """Add a device with the rates it claims, as far as they are believed of a newcomer."""
+        if flops_per_s < math.inf:
+            flops_per_s = min(flops_per_s, _NEWCOMER_TIMES * (self._table.fastest() or _FIRST_FLOPS_PER_S))
         member = Member(
             name=name,
             kernel=kernel,
             memory_bytes=memory_bytes,
             latency_s=latency_s,
-            flops=Rate(flops_per_s, flops_per_s * _FADE_S, _MAX_FLOPS_PER_S),
-            down=Rate(down_bytes_per_s, _FADE_BYTES, _MAX_BYTES_PER_S),
-            up=Rate(up_bytes_per_s, _FADE_BYTES, _MAX_BYTES_PER_S),
+            flops=Rate(flops_per_s, flops_per_s * _FADE_S, _MAX_FLOPS_PER_S, _MIN_FLOPS_PER_S),
+            down=Rate(down_bytes_per_s, _FADE_BYTES, _MAX_BYTES_PER_S, _MIN_BYTES_PER_S),
+            up=Rate(up_bytes_per_s, _FADE_BYTES, _MAX_BYTES_PER_S, _MIN_BYTES_PER_S),
             address=address,
             key=key,
             level=level,
+            party=party,
         )
         before = self.past.get(name)
         if before is not None:
             for kept in _OUTLIVES:
                 setattr(member, kept, getattr(before, kept))
             if before.address == address:  # any device may claim any name
-                member.trust, member.bad_stays = before.trust, before.bad_stays
+                member.trust, member.stalls = before.trust, min(before.stalls, _MOST_STALLS - 1)
                 member.start_no_faster_than(before)
+        member.tasks_before = member.tasks_then = member.tasks
         self._table.add(name, member.measured)
         self.past.pop(name)
         self.members[name] = member
@@ -240,8 +296,8 @@ class Roster:
         member.down.add(seen.down_bytes, seen.down_s)
         member.up.add(seen.up_bytes, seen.up_s)
         member.up_bytes += seen.up_bytes
-        if 0 <= seen.compute_s < math.inf:
-            member.compute_s += seen.compute_s
+        member.compute_s += seen.compute_s
+        self._table.prove(name)
         self.measured(name)
 
     def measured(self, name: str) -> None:
@@ -256,21 +312,31 @@ class Roster:
         if member is None:
             return
         if name in self._late:
-            for rate in (member.flops, member.down, member.up):
-                rate.halve()
-            self._table.update(name, member.measured)
+            self.weaken(name)
         self._changed()
 
-    def send_away(self, name: str, now: float) -> None:
-        """Make a device wait before it may rejoin after a bad stay, twice as long each time."""
+    def weaken(self, name: str) -> None:
+        """Halve the rates of a device that stalled."""
         member = self.members[name]
-        member.bad_stays += 1
-        member.not_before = now + min(2.0**member.bad_stays, _MAX_PAUSE_S)
+        for rate in (member.flops, member.down, member.up):
+            rate.halve()
+        self.measured(name)
 
-    def pause_s(self, name: str, address: str, now: float) -> float:
-        """Seconds a device with this name and address must wait before it may join."""
+    def end_stay(self, name: str, now: float, *, is_bad: bool) -> None:
+        """Make a device and newcomers with its token wait after a bad stay, twice as long each time."""
+        member = self.members[name]
+        for key in ((name, member.address), member.party):
+            if is_bad:
+                self._pauses.bad_stay(key, now)
+            elif member.tasks - member.tasks_before >= _CLEARED_BY:
+                self._pauses.good_stay(key)
+
+    def pause_s(self, name: str, address: str, party: str, now: float) -> float:
+        """Seconds a device must wait before it may join; one that has helped before does not wait for its token's."""
         before = self.past.get(name)
-        return max(0.0, before.not_before - now) if before is not None and before.address == address else 0.0
+        has_helped = before is not None and before.address == address and before.tasks > 0
+        own_s = self._pauses.seconds((name, address), now)
+        return own_s if has_helped else max(own_s, self._pauses.seconds(party, now))
 
     def is_quarantined(self, name: str, address: str) -> bool:
         """Whether a device with this name and address is quarantined: it has lost its trust."""

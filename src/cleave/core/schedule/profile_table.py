@@ -37,6 +37,8 @@ class ProfileTable:
         self._names: list[str] = []
         self._rows: dict[str, int] = {}
         self._values = np.empty((_ROWS, len(Measured._fields)))
+        self._is_proven = np.zeros(_ROWS, dtype=np.bool_)
+        """Whether a device's work was measured, not only its claims."""
         self._shown = np.empty((0, len(Measured._fields)))
         """Rows as of the last snapshot; NaN for devices it left out."""
 
@@ -57,9 +59,20 @@ class ProfileTable:
         row = len(self._names)
         if row == len(self._values):
             self._values = np.concatenate([self._values, np.empty_like(self._values)])
+            self._is_proven = np.concatenate([self._is_proven, np.zeros_like(self._is_proven)])
         self._names.append(name)
         self._rows[name] = row
-        self._values[row] = measured
+        self._values[row], self._is_proven[row] = measured, False
+
+    def prove(self, name: str) -> None:
+        """Note that a device's work was measured."""
+        self._is_proven[self._rows[name]] = True
+
+    def fastest(self) -> float | None:
+        """FLOP/s of the fastest device whose work was measured; None if there is none."""
+        count = len(self._names)
+        rates = self._values[:count, 0][self._is_proven[:count]]
+        return float(rates.max()) if rates.size else None
 
     def update(self, name: str, measured: Measured) -> None:
         self._values[self._rows[name]] = measured
@@ -71,6 +84,7 @@ class ProfileTable:
             self._names[row] = last
             self._rows[last] = row
             self._values[row] = self._values[len(self._names)]
+            self._is_proven[row] = self._is_proven[len(self._names)]
 
     def snapshot(self, without: AbstractSet[str]) -> Profiles:
         """Profiles of all devices except some; of all of them if that leaves none."""

@@ -101,7 +101,7 @@ class DeviceAnswered:
 
 @dataclass(frozen=True, slots=True)
 class DeviceMoved:
-    """Bytes moved to or from the device: however slow, it is making progress."""
+    """Bytes moved to or from the device: it may be making progress on a slow link."""
 
     device: DeviceId
 
@@ -264,6 +264,16 @@ class Back:
 
 
 @dataclass(frozen=True, slots=True)
+class Stalled:
+    """The device of a bound task holds up the others: do without it. Repeated until the task is over or abandoned."""
+
+    task: Task
+    waited_s: float
+    """Seconds since the task started, server stalls excluded."""
+    expected_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Overdue:
     """Disconnect the device: it missed a deadline. Repeated every tick until it has left."""
 
@@ -274,4 +284,4 @@ class Overdue:
     expected_s: float
 
 
-Command = Start | Cancel | Resend | Forget | Accept | Refuse | Orphan | Hedge | Late | Back | Overdue
+Command = Start | Cancel | Resend | Forget | Accept | Refuse | Orphan | Hedge | Late | Back | Stalled | Overdue

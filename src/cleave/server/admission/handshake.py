@@ -14,6 +14,7 @@ from cleave import events
 from cleave.core.schedule.members import Member, Roster
 from cleave.errors import ProtocolError
 from cleave.protocol import messages
+from cleave.server.admission.gate import group_of
 from cleave.server.admission.tokens import Keys
 from cleave.transport.base import Channel, Received
 
@@ -47,9 +48,10 @@ async def welcome(
                 await channel.send(messages.Refused(reason=reason))
                 log.info("refused a device: %s", reason)
                 return None
-            pause_s = roster.pause_s(name, channel.address, asyncio.get_running_loop().time())
+            party = "" if own or keys.is_lent(key) else key or group_of(channel.address)
+            pause_s = roster.pause_s(name, channel.address, party, asyncio.get_running_loop().time())
             if pause_s:
-                again = f"disconnected before it finished any work; welcome again in {pause_s:.0f} s"
+                again = f"its last stay, or one with its token, held up the others; welcome again in {pause_s:.0f} s"
                 await channel.send(messages.Bye(reason=again, rejoin=True))
                 return None
             channel.allow(_PAYLOAD_BYTES)
@@ -67,6 +69,7 @@ async def welcome(
                     address=channel.address,
                     key=key,
                     level="own" if key is None else keys.level(key),
+                    party=party,
                 )
 
 

@@ -119,6 +119,10 @@ class Keys:
         self._lent_trust[key] = trust
         return token
 
+    def is_lent(self, id: str | None) -> bool:
+        """Whether a device with this key was started by this process."""
+        return id in self._lent.values()
+
     # -------------------------------------------------------------------------------------------- asked by people
 
     def list(self) -> tuple[Key, ...]:

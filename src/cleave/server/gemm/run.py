@@ -171,6 +171,9 @@ class GemmRun:
     def late(self, device: DeviceId, now: float) -> Requests:
         return ()
 
+    def stalled(self, device: DeviceId, reason: str, now: float) -> Requests:
+        return ()
+
     def planned(self, plan: object, now: float) -> Requests:
         raise AssertionError("a product asks for no plan")
 

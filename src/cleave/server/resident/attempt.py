@@ -7,7 +7,7 @@ cannot continue.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from cleave import events
@@ -169,6 +169,17 @@ class Attempt:
             yield from self._forget(seat)
         yield from self._submit(units)
 
+    def can_spare(self, device: DeviceId) -> bool:
+        """Whether a device takes part in the attempt and others that are not late could do all of its part."""
+        shards = [shard for shard, _ in self._pipeline.desks.of(device)]
+        return bool(shards) and all(self._has_substitute(shard, device) for shard in shards)
+
+    def _has_substitute(self, shard: Shard, device: DeviceId) -> bool:
+        mates = (desk.device for desk in self._pipeline.desks.at(shard))
+        if any(mate != device and mate not in self._fleet.late for mate in mates):
+            return True
+        return any(helper != device for helper, _, _ in self._adopters(shard))
+
     def resettle(self, units: Sequence[Unit] = ()) -> Requests:
         """Assign shards that no device serves, and submit units that can run now."""
         for shard in self._pipeline.unserved:
@@ -177,12 +188,17 @@ class Attempt:
 
     def _adopt(self, shard: Shard) -> None:
         """Assign an unserved shard to a fast device that has room for it beside its own."""
+        for device, flops_per_s, slots in self._adopters(shard):
+            self._pipeline.desks.add(shard, Desk(device, slots, flops_per_s))
+            return
+
+    def _adopters(self, shard: Shard) -> Iterator[tuple[DeviceId, float, int]]:
+        """Yield devices with room for a shard beside their own, their speed, and the sequences they could open."""
         for device, flops_per_s in self._fleet.helpers():
             if device not in self._avoid and device not in self._barred:
                 slots = self._tasks.slots_beside(shard, device, self._fleet.memory_bytes(device), self._pipeline)
                 if slots:
-                    self._pipeline.desks.add(shard, Desk(device, slots, flops_per_s))
-                    return
+                    yield device, flops_per_s, slots
 
     # -------------------------------------------------------------------------------------------- results
 

@@ -33,6 +33,7 @@ from cleave.server.contract import (
     Requests,
     Resolve,
     RunSubmitted,
+    Stall,
 )
 from cleave.server.fleet_view import FleetView
 from cleave.server.operands import Operands, Tensor
@@ -76,7 +77,9 @@ class ResidentRun:
         self.outputs: Future[Matrix] = Future()
         self.returned: Future[Gradients] = Future()
         self.unable: set[DeviceId] = set()
-        """Devices that failed a unit of this pass."""
+        """Devices that failed a unit of this pass, or stalled."""
+        self._stalled: set[DeviceId] = set()
+        """Unable devices that merely stalled: asked again if there is nobody else."""
         self.barred: set[DeviceId] = set()
         """Devices whose work in this pass was found wrong."""
         self._spoilers: dict[DeviceId, str] = {}
@@ -129,6 +132,9 @@ class ResidentRun:
     def planned(self, plan: object, now: float) -> Requests:
         match plan:
             case InfeasibleError() if self._planned_for != self._fleet.number:  # the fleet has changed since
+                yield from self._plan_again()
+            case InfeasibleError() if self._stalled:
+                self._readmit()
                 yield from self._plan_again()
             case InfeasibleError():
                 yield from self._park(str(plan))
@@ -231,6 +237,20 @@ class ResidentRun:
         if self._attempt is not None and not self._is_parked:
             yield from self._attempt.late(device)
             yield from self._go_on(now)
+
+    def stalled(self, device: DeviceId, reason: str, now: float) -> Requests:
+        """Move a device out of this pass while it stays connected, if others can do its part."""
+        if self._attempt is None or self._is_parked or not self._attempt.can_spare(device):
+            return
+        log.info("moved %s out of this pass: %s", device, reason)
+        self.unable.add(device)
+        self._stalled.add(device)
+        yield Stall(device, reason)
+        yield from self.left(device, now)
+
+    def _readmit(self) -> None:
+        self.unable -= self._stalled
+        self._stalled.clear()
 
     def orphaned(self, orphans: Sequence[Orphan], device: DeviceId | None, now: float) -> Requests:
         """Exclude devices that failed a task from this pass. Departed ones are handled by `left`."""
@@ -343,6 +363,10 @@ class ResidentRun:
             if gathered is not None:
                 yield Resolve(self.returned, gathered)
                 self._arrivals.put(None)
+        elif attempt.is_stuck and self._has_delivered and self._stalled:
+            self._readmit()
+            yield from attempt.resettle()
+            yield from self._go_on(now)
         elif attempt.is_stuck:
             reason = "the remaining devices cannot continue with what they hold"
             yield from self._park(reason) if self._has_delivered else self._try_again(reason)
