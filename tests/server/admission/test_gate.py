@@ -19,7 +19,7 @@ from cleave.api.fleet import Fleet
 from cleave.errors import ConnectionLost, InputError
 from cleave.protocol import messages
 from cleave.server import service as http
-from cleave.server.admission import certificate
+from cleave.server.admission import certificate, tokens
 from cleave.server.admission.gate import Census, Limits, group_of, objection_to
 from cleave.server.admission.tokens import FILE, Keys
 from cleave.server.cluster import Cluster
@@ -250,9 +250,11 @@ async def joined(url: str, token: str, version: int = messages.VERSION) -> str:
         hello = messages.Hello(
             version=version, name="granny", token=token, flops_per_s=1e9, memory_bytes=1 << 30, kernel="numpy"
         )
-        await channel.send(hello)
-        answer = (await channel.receive()).message
-        await channel.close()
+        try:
+            await channel.send(hello)
+            answer = (await channel.receive()).message
+        finally:
+            await channel.close()
     return answer.reason if isinstance(answer, messages.Refused) else answer.type_name()
 
 
@@ -282,6 +284,34 @@ async def test_a_revoked_token_no_longer_joins_a_running_server(serve: Serve, tm
     assert "token" in await joined(url, token)
 
 
+async def test_guesses_at_the_door_are_hashed_one_at_a_time(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Keys(path=tmp_path / FILE).add("device", TOKEN)
+    service = serve(Keys(path=tmp_path / FILE))
+    two, met = threading.Barrier(2, timeout=1.0), list[str]()
+
+    def hash_in_company(token: str, salt: str) -> str:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            two.wait()
+            met.append(token)
+        return ""
+
+    monkeypatch.setattr(tokens, "_hash", hash_in_company)
+    with connected(service) as status:
+        status.sendall(status_with("guess"))
+        asked = [asyncio.create_task(joined(f"ws://{service.address}/ws", f"guess {n}")) for n in range(3)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+    assert met == []
+
+
+def status_with(token: str) -> bytes:
+    return request("/api/status", f"Authorization: Bearer {token}")
+
+
 def test_the_status_is_for_administrators_only(serve: Serve, tmp_path: Path) -> None:
     person = Keys(path=tmp_path / FILE)
     _, device = person.add("device", TOKEN)
@@ -297,7 +327,7 @@ def test_the_status_is_for_administrators_only(serve: Serve, tmp_path: Path) -> 
     ):
         answer = said(connected(service), request("/api/status", header))
         assert_refused(answer, 401, "expected an admin token")
-    right = request("/api/status", f"Authorization: Bearer {admin}")
+    right = status_with(admin)
     assert b'"devices":[]' in said(connected(service), right)
     person.revoke(key.id)
     assert_refused(said(connected(service), right), 401, "expected an admin token")
