@@ -25,7 +25,7 @@ from cleave.errors import InputError
 from cleave.server import process_settings
 from cleave.server.admission.certificate import Certificate
 from cleave.server.admission.doorkeeper import WITHIN_S
-from cleave.server.admission.gate import Entrance, Limits, Say, ended, is_loopback, objection_to
+from cleave.server.admission.gate import Entrance, Limits, Say, is_loopback, objection_to, place_of
 from cleave.server.admission.tokens import Keys
 from cleave.server.cluster import Cluster
 from cleave.transport.base import Channel
@@ -122,7 +122,8 @@ class Service:
 
     def _upgrade(self, config: uvicorn.Config, server_state: ServerState, app_state: object) -> Accepting:
         """Take a WebSocket from uvicorn: the connection goes to the cluster, bypassing ASGI and its copies."""
-        return Accepting("/ws", self._join, objection=self._objection, ended=ended(app_state))
+        place = place_of(app_state)
+        return Accepting("/ws", self._join, objection=self._objection, admitted=place.admit, ended=place.leave)
 
     def _objection(self, origins: list[str], hosts: list[str]) -> str:
         return objection_to(origins, hosts, open_here=self._is_open_here)
