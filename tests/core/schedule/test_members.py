@@ -18,7 +18,7 @@ from cleave.errors import FleetError
 NAMES = ["ann", "bob", "eve", "dan", "zoe"]
 
 
-def join(roster: Roster, name: str, *, flops_per_s: float = 1e9, address: str = "") -> Member:
+def join(roster: Roster, name: str, *, flops_per_s: float = 1e9, address: str = "", key: str = "") -> Member:
     return roster.add(
         name=name,
         kernel="numpy",
@@ -28,6 +28,7 @@ def join(roster: Roster, name: str, *, flops_per_s: float = 1e9, address: str = 
         down_bytes_per_s=10e6,
         up_bytes_per_s=1e6,
         address=address,
+        key=key,
     )
 
 
@@ -263,6 +264,22 @@ def test_a_disconnected_device_waits_twice_as_long_each_time() -> None:
     assert max(pauses) == 300.0
     assert roster.pause_s("ann", "here", now=1000.0) == 0.0
     assert roster.pause_s("ann", "elsewhere", now=100.0) == 0.0
+
+
+def test_a_liar_under_the_name_and_address_of_a_device_spoils_only_its_own_record() -> None:
+    roster = Roster()
+    liar = join(roster, "ann", address="here", key="liar's")
+    while not liar.trust.is_lost:
+        liar.trust.wrong()
+    roster.send_away("ann", now=100.0)
+    roster.remove("ann")
+    assert roster.is_quarantined("ann", "here", "liar's")
+    assert roster.pause_s("ann", "here", 100.0, "liar's") > 0.0
+    assert not roster.is_quarantined("ann", "here", "ann's")
+    assert roster.pause_s("ann", "here", 100.0, "ann's") == 0.0
+    honest = join(roster, "ann", address="here", key="ann's")
+    assert not honest.trust.is_lost
+    assert honest.bad_stays == 0
 
 
 # ------------------------------------------------------------------------------------------------ rates

@@ -112,6 +112,14 @@ class Member:
     idle_reason: str = ""
     """Why the device has no work; empty while it has some."""
 
+    def is_same(self, address: str, key: str | None) -> bool:
+        """Whether this is the record of a device that joins under its name.
+
+        Anyone may claim any name, and many share an address: the token must match, too, so that nobody can spoil
+        another person's record. The address still counts, as many people may share one token.
+        """
+        return (self.address, self.key) == (address, key)
+
     def heard(self, round_trip_s: float) -> None:
         """Learn from a heartbeat's answer, which may have queued behind other messages: keep a decaying minimum."""
         self.latency_s = min(round_trip_s, self.latency_s * _LATENCY_FADE)
@@ -214,7 +222,7 @@ class Roster:
         if before is not None:
             for kept in _OUTLIVES:
                 setattr(member, kept, getattr(before, kept))
-            if before.address == address:  # any device may claim any name
+            if before.is_same(address, key):
                 member.trust, member.bad_stays = before.trust, before.bad_stays
                 member.start_no_faster_than(before)
         self._table.add(name, member.measured)
@@ -263,15 +271,15 @@ class Roster:
         member.bad_stays += 1
         member.not_before = now + min(2.0**member.bad_stays, _MAX_PAUSE_S)
 
-    def pause_s(self, name: str, address: str, now: float) -> float:
-        """Seconds a device with this name and address must wait before it may join."""
+    def pause_s(self, name: str, address: str, now: float, key: str | None = "") -> float:
+        """Seconds a device with this name, address and token must wait before it may join."""
         before = self.past.get(name)
-        return max(0.0, before.not_before - now) if before is not None and before.address == address else 0.0
+        return max(0.0, before.not_before - now) if before is not None and before.is_same(address, key) else 0.0
 
-    def is_quarantined(self, name: str, address: str) -> bool:
-        """Whether a device with this name and address is quarantined: it has lost its trust."""
+    def is_quarantined(self, name: str, address: str, key: str | None = "") -> bool:
+        """Whether a device with this name, address and token is quarantined: it has lost its trust."""
         before = self.past.get(name)
-        return before is not None and before.address == address and before.trust.is_lost
+        return before is not None and before.is_same(address, key) and before.trust.is_lost
 
     @contextmanager
     def reserved(self, name: str, *, own: bool = False) -> Generator[str]:

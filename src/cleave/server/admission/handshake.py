@@ -45,10 +45,10 @@ async def welcome(
             await _refuse(channel, reason)
             return None
         with roster.reserved(own or hello.name, own=bool(own)) as name:
-            if roster.is_quarantined(name, channel.address):
+            if roster.is_quarantined(name, channel.address, key):
                 await _refuse(channel, _QUARANTINED)
                 return None
-            pause_s = roster.pause_s(name, channel.address, asyncio.get_running_loop().time())
+            pause_s = roster.pause_s(name, channel.address, asyncio.get_running_loop().time(), key)
             if pause_s:
                 again = f"disconnected before it finished any work; welcome again in {pause_s:.0f} s"
                 await channel.send(messages.Bye(reason=again, rejoin=True))
