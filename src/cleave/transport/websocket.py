@@ -213,7 +213,8 @@ class _DialingStream(Stream):
         if handshake.state is not State.OPEN:  # even if the body of the refusal has not arrived
             self._reject(handshake.handshake_exc or InvalidHandshake("it does not speak WebSocket at this address"))
             return
-        self.opened.set_result(None)
+        if not self.opened.done():  # else nobody waits any more
+            self.opened.set_result(None)
         super()._parse()
 
     def _reject(self, fault: Exception) -> None:
