@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import os
 import secrets
 import sys
 import time
 from collections import Counter
 from contextlib import suppress
+
+import msgspec
 
 from cleave.errors import CleaveError
 from cleave.protocol import messages
@@ -33,6 +34,14 @@ _UPGRADE = (
 _FRAME = b"\x82\xff" + (64 << 10).to_bytes(8, "big") + bytes(4) + bytes(64 << 10)
 """The largest message that a stranger may send."""
 _OPENINGS = {"silent": b"", "half a request": b"GET /ws HTTP/1.1\r\nHost: ", "large frames": _UPGRADE}
+
+
+class Done(msgspec.Struct, kw_only=True):
+    """What an attack did, and what it cost the attacker."""
+
+    done: dict[str, int] = {}
+    cpu_s: float = 0.0
+    seconds: float = 1.0
 
 
 class Attack:
@@ -159,7 +168,7 @@ def main() -> None:
     started = time.monotonic()
     asyncio.run(run())
     took_s = time.monotonic() - started
-    sys.stdout.write(json.dumps({"done": attack.done, "cpu_s": time.process_time(), "seconds": took_s}) + "\n")
+    sys.stdout.buffer.write(msgspec.json.encode(Done(done=attack.done, cpu_s=time.process_time(), seconds=took_s)))
 
 
 if __name__ == "__main__":
