@@ -48,7 +48,8 @@ def test_memory_does_not_grow_with_the_number_of_past_devices() -> None:
         tracemalloc.stop()
         assert len(joined) == 3 * STAYS
         assert len(cluster.members()) == PAST
-        assert held[2] - held[1] < 100 * STAYS, f"bytes a stay: {(held[2] - held[1]) / STAYS:.0f}"
+        per_stay = (held[2] - held[1]) / STAYS  # a record takes some 1,400 bytes; Python keeps a few small objects
+        assert per_stay < 600
         await cluster.close("done", rejoin=False)
 
     run(scene(), limit_s=1e6)
