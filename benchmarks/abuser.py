@@ -144,10 +144,11 @@ async def join(channel: Channel, name: str, token: str) -> float:
         while probe_bytes < _LAST_PROBE_BYTES:
             async with asyncio.timeout(_MEASURED_S if probe_bytes else None):
                 received = await channel.receive()
-            if isinstance(received.message, messages.Probe):
-                probe_bytes = received.message.answer
-                await channel.send(messages.Probed(down_s=received.link_s, payload=probe_bytes), bytes(probe_bytes))
-                took_s = time.perf_counter() - started
+            if not isinstance(received.message, messages.Probe) or received.message.answer < probe_bytes:
+                break  # work, or a heartbeat: it has joined
+            probe_bytes = received.message.answer
+            await channel.send(messages.Probed(down_s=received.link_s, payload=probe_bytes), bytes(probe_bytes))
+            took_s = time.perf_counter() - started
     return took_s
 
 
