@@ -31,7 +31,7 @@ from uvicorn.server import ServerState
 from cleave.server.process_settings import descriptors
 
 _TLS_RECORD = b"\x16"  # the first byte of a TLS handshake, and of no HTTP request
-_AT_ONCE = 64  # connections accepted before the event loop gets its turn
+_AT_ONCE = 16  # accepted before the event loop gets its turn to close the displaced: fewer than are kept in reserve
 _PAUSE_S = 0.2  # before accepting again when file descriptors have run out
 _LINGER_S = 1.0
 _SAY_S = 60.0
