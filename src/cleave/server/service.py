@@ -25,7 +25,7 @@ from cleave.errors import InputError
 from cleave.server import process_settings
 from cleave.server.admission.certificate import Certificate
 from cleave.server.admission.doorkeeper import WITHIN_S
-from cleave.server.admission.gate import Entrance, Limits, Say, is_loopback, objection_to, place_of
+from cleave.server.admission.gate import Entrance, Limits, Say, fitting, is_loopback, objection_to, place_of
 from cleave.server.admission.tokens import Keys
 from cleave.server.cluster import Cluster
 from cleave.transport.base import Channel
@@ -110,7 +110,8 @@ class Service:
             proxy_headers=False,
         )
         tls = self._certificate.context if self._certificate is not None else None
-        entrance = Entrance(self._socket, config, tls=tls, limits=self._limits, say=self._say)
+        limits = fitting(self._limits or Limits(), *process_settings.descriptors())
+        entrance = Entrance(self._socket, config, tls=tls, limits=limits, say=self._say)
         self._started.set()
         await self._stopping.wait()
         await entrance.stop(_PATIENCE_S)

@@ -28,8 +28,6 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from cleave.server.process_settings import descriptors
-
 _TLS_RECORD = b"\x16"  # the first byte of a TLS handshake, and of no HTTP request
 _AT_ONCE = 16  # accepted before the event loop gets its turn to close the displaced: fewer than are kept in reserve
 _PAUSE_S = 0.2  # before accepting again when file descriptors have run out
@@ -247,7 +245,7 @@ class Entrance:
         if not config.loaded:
             config.load()
         self._listening, self._config, self._tls, self._say = listening, config, tls, say
-        self._limits = fitting(limits or Limits(), *descriptors())
+        self._limits = limits or Limits()
         self._census = Census(self._limits)
         self._loop = asyncio.get_running_loop()
         self._state = ServerState()
