@@ -21,7 +21,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.support
 
@@ -139,7 +139,7 @@ async def _scene(
             await world.products(layer(number))
         else:
             model = decoder()
-            batch: Any = model.batch(world.cluster, seed=number)
+            batch = cast("Any", model.batch(world.cluster, seed=number))
             running = world.cluster.run(model.decoder, batch)
             await asyncio.wrap_future(running.outputs)
             await asyncio.wrap_future(running.backward(None))

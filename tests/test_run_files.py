@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from cleave import run_files
+from cleave.cli.main import main
 from cleave.errors import InputError
 
 URL = "wss://192.168.1.20:7077"
@@ -106,6 +107,85 @@ def test_a_claim_dies_with_its_process_even_before_its_parent_notices(tmp_path: 
     holder = run_files.running(tmp_path)
     assert holder is not None
     assert holder.pid == os.getpid()
+
+
+CLAIM_WHEN_TOLD = (
+    "import sys; from pathlib import Path; from cleave import run_files; from cleave.errors import InputError\n"
+    "print('ready', flush=True); sys.stdin.readline()\n"
+    "try: run_files.claim(Path(sys.argv[1])); print('claimed', flush=True)\n"
+    "except InputError as fault: print(fault, flush=True)\n"
+    "sys.stdin.read()"
+)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="directories cannot be locked")
+def test_of_processes_that_find_a_stale_claim_at_the_same_moment_one_trains(tmp_path: Path) -> None:
+    kill(train_elsewhere(tmp_path))
+    command = [sys.executable, "-c", CLAIM_WHEN_TOLD, str(tmp_path)]
+    started = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(3)]
+    try:
+        assert {_line(process) for process in started} == {b"ready"}
+        for process in started:
+            assert process.stdin is not None
+            process.stdin.write(b"now\n")
+            process.stdin.flush()
+        said = [_line(process) for process in started]
+    finally:
+        for process in started:
+            kill(process)
+    assert said.count(b"claimed") == 1
+    assert sum(b"is training in" in line for line in said) == 2
+
+
+def _line(process: subprocess.Popen[bytes]) -> bytes:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="directories cannot be locked")
+@pytest.mark.parametrize("fields", [{"pid": os.getpid()}, {"host": "another-container"}, None])
+def test_a_process_whose_claim_cannot_be_seen_through_keeps_its_directory(
+    tmp_path: Path, fields: dict[str, object] | None
+) -> None:
+    """Containers have process ids and host names of their own; the claim may even be gone."""
+    other, file = train_elsewhere(tmp_path), tmp_path / "server.json"
+    try:
+        if fields is None:
+            file.unlink()
+        else:
+            file.write_text(json.dumps({**json.loads(file.read_text()), **fields}))
+        before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        with pytest.raises(InputError, match="is training in"):
+            run_files.claim(tmp_path, None)
+        assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+        with pytest.raises(InputError, match="is training in"), run_files.locked(tmp_path):
+            pass
+    finally:
+        kill(other)
+    run_files.claim(tmp_path, None)
+    run_files.release(tmp_path)
+
+
+def test_a_second_server_gets_one_sentence_and_changes_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("torch")
+    run, text = tmp_path / "run", tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 200)
+    other = train_elsewhere(run)
+    try:
+        (run / "config.toml").write_text(f"model = 'tiny-llama'\ndata = '{text}'\nsteps = 1\n")
+        (run / "events.jsonl").touch()
+        before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in run.iterdir()}
+        for command in (f"train --data {text} --out {run}", f"train --resume --out {run}", f"runs remove {run}"):
+            assert main(command.split()) == 2
+            said = capsys.readouterr().err
+            assert f"process {other.pid}" in said
+            assert said.count("\n") == 1
+        assert {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in run.iterdir()} == before
+        assert run_files.running(run) is not None
+    finally:
+        kill(other)
 
 
 def change(tmp_path: Path, **fields: object) -> None:

@@ -3,9 +3,11 @@
     $CLEAVE_HOME/runs/20260131-142500/  config.toml  events.jsonl  checkpoints/  model/     what `train` writes
                                         server.json                                         this module: see `claim`
 
-A run that trains holds a claim on its directory, `server.json`. A killed process leaves it behind, so a claim counts
-only while its process lives; the process's start time tells it from a later one with the same id. Knows no formats of
-other files; `cleave.runs` reads them.
+A run that trains locks its directory, so that of two processes started at the same moment only one trains, and the
+system unlocks it when the process ends, however it ends. Its claim, `server.json`, tells others which process that is.
+A killed process leaves the claim behind, so it counts only while its process lives; the process's start time tells it
+from a later one with the same id. Where directories cannot be locked (Windows, some network disks), it has to suffice.
+Knows no formats of other files; `cleave.runs` reads them.
 """
 
 from __future__ import annotations
@@ -14,8 +16,8 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Generator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -25,10 +27,17 @@ import psutil
 from cleave.disk import write_whole
 from cleave.errors import InputError
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 _LOG: Final = logging.getLogger(__name__)
 SETTINGS: Final = "config.toml"
 EVENTS: Final = "events.jsonl"
 _CLAIM: Final = "server.json"
+_locks: Final[dict[Path, int]] = {}
+"""Descriptors of the directories this process has locked."""
 _SAME_START_S: Final = 2.0  # the clock may be set while a process runs, which moves its start time a little
 
 
@@ -101,14 +110,15 @@ def claim(directory: Path, url: str | None = None) -> None:
     own = Claim(pid=os.getpid(), created_s=created_s, url=url, host=platform.node())
     data = msgspec.json.encode(own) + b"\n"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        is_locked = _lock(directory)
         with suppress(FileExistsError), (directory / _CLAIM).open("xb") as file:  # of two processes, one succeeds
             file.write(data)
             return
         holder = running(directory)
         if holder is not None and holder.is_visible and holder.pid != os.getpid():
-            advice = "wait for it, stop it, or give another --out"
-            raise InputError(f"process {holder.pid} is training in {directory} already; {advice}")
+            if is_locked:
+                _unlock(directory)
+            raise _taken(directory, holder)
         write_whole(directory / _CLAIM, data)
     except OSError as fault:
         _LOG.warning("cannot write %s: %s", directory / _CLAIM, fault.strerror or fault)
@@ -124,6 +134,59 @@ def release(directory: Path) -> None:
             _LOG.warning("cannot remove %s: %s", directory / _CLAIM, fault.strerror or fault)
         with suppress(OSError):
             directory.rmdir()
+    _unlock(directory)
+
+
+@contextmanager
+def locked(directory: Path) -> Generator[None]:
+    """Keep other processes from training in an existing run directory meanwhile; raise InputError if one does."""
+    is_new = _lock(directory)
+    try:
+        yield
+    finally:
+        if is_new:
+            _unlock(directory)
+
+
+def _lock(directory: Path) -> bool:
+    """Lock a directory, made if missing, for the life of this process.
+
+    Return False if it is locked by this process already or cannot be; raise InputError if another process locked it.
+    """
+    while True:
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory.resolve()
+        if fcntl is None or path in _locks:
+            return False
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(descriptor), path.stat()):  # else it was removed just now: make it again
+                _locks[path] = descriptor
+                return True
+        except BlockingIOError:
+            os.close(descriptor)
+            raise _taken(directory, running(directory)) from None
+        except FileNotFoundError:
+            pass
+        except OSError as fault:
+            os.close(descriptor)
+            _LOG.debug("cannot lock %s: %s", directory, fault)
+            return False
+        os.close(descriptor)
+
+
+def _unlock(directory: Path) -> None:
+    descriptor = _locks.pop(directory.resolve(), None)
+    if descriptor is not None:
+        os.close(descriptor)
+
+
+def _taken(directory: Path, holder: Claim | None) -> InputError:
+    process = f"process {holder.pid}" if holder is not None else "another process"
+    where = "" if holder is None or holder.is_visible else f" on {holder.host}"
+    advice = "wait for it, stop it, or give another --out"
+    return InputError(f"{process}{where} is training in {directory} already; {advice}")
 
 
 def running(directory: Path) -> Claim | None:

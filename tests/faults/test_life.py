@@ -109,6 +109,25 @@ def test_a_liar_among_five_devices_is_caught_every_time_and_quarantined(manner: 
     run(scene(), limit_s=LIMIT_S)
 
 
+def test_a_liar_under_another_devices_name_and_address_keeps_only_itself_out() -> None:
+    async def scene() -> None:
+        world = World(keys=Keys("liar's", "ann's"))
+        await world.join("bob", token="ann's")
+        await world.join("ann", (Fault(kind="lie", phase="joining", manner="random"),), token="liar's")
+        for number in range(6):
+            await world.products(layer(number))
+        assert "quarantined" in world.departures()["ann"]
+        back = world.dial("ann", token="liar's")
+        await back.task
+        assert "quarantine" in back.ended
+        await world.join("ann", token="ann's")
+        await world.products(layer(6))
+        assert world.here() == {"bob", "ann"}
+        await world.close()
+
+    run(scene(), limit_s=LIMIT_S)
+
+
 def test_a_straggler_is_hedged_and_then_gets_less_work() -> None:
     async def scene() -> None:
         world = World()

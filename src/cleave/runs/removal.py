@@ -15,7 +15,7 @@ from typing import Final
 
 from cleave.errors import InputError
 from cleave.events import RunFinished, read_events
-from cleave.run_files import EVENTS, SETTINGS, running
+from cleave.run_files import EVENTS, SETTINGS, locked, running
 from cleave.runs.reading import CHECKPOINTS, MODEL, is_run, size_bytes
 
 _CHECKPOINT: Final = re.compile(r"(\.(partial|replaced|removed)-)?step-\d{6,}")
@@ -64,15 +64,16 @@ def plan_removal(run: Path, *, checkpoints_only: bool) -> Removal:
 
 def remove(removal: Removal) -> list[Path]:
     """Carry out a removal; return what was found beside the run's own files, and stays."""
-    _check_idle(removal.run)
     try:
-        for path in removal.targets:
-            _remove(path)
-        for directory in removal.emptied:
-            if directory.is_dir() and not directory.is_symlink() and not any(directory.iterdir()):
-                directory.rmdir()
-        leaves_nothing = removal.run in removal.emptied and removal.run.is_dir()
-        return sorted(removal.run.iterdir()) if leaves_nothing else []
+        with locked(removal.run):
+            _check_idle(removal.run)
+            for path in removal.targets:
+                _remove(path)
+            for directory in removal.emptied:
+                if directory.is_dir() and not directory.is_symlink() and not any(directory.iterdir()):
+                    directory.rmdir()
+            leaves_nothing = removal.run in removal.emptied and removal.run.is_dir()
+            return sorted(removal.run.iterdir()) if leaves_nothing else []
     except OSError as fault:
         problem = f"cannot remove {fault.filename or removal.run}: {fault.strerror}"
         raise InputError(f"{problem}; check who may write there, then remove the run again") from fault

@@ -345,6 +345,10 @@ class Cluster:
         """Serve a device from its hello to its last byte."""
         await self._driver.serve(channel)
 
+    async def administers(self, token: str, address: str) -> bool:
+        """Whether a token, shown by someone at an address, lets a person view and control the run."""
+        return await self._driver.doorkeeper.administers(token, address)
+
     async def close(self, reason: str, *, rejoin: bool) -> None:
         self._is_closed = True
         await self._driver.close(FleetGoneError(f"the server closed: {reason}"), reason, rejoin=rejoin)

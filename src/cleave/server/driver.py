@@ -30,6 +30,7 @@ from cleave.core.schedule.tasks import (
 )
 from cleave.errors import CleaveError, ConnectionLost
 from cleave.protocol.numbers import Codec
+from cleave.server.admission.doorkeeper import Doorkeeper
 from cleave.server.admission.handshake import joined, welcome
 from cleave.server.admission.tokens import Keys
 from cleave.server.connection import Connection, Disconnected
@@ -89,6 +90,7 @@ class Driver:
         self._engine, self._loop, self._lock, self._keys, self._planner = engine, loop, lock, keys, planner
         self._listener = listener
         self._pool = Pool(loop)
+        self.doorkeeper = Doorkeeper(keys)
         self._vacancy = Vacancy(
             loop,
             wait_s=wait_s,
@@ -254,7 +256,7 @@ class Driver:
         connection: Connection | None = None
         reason, rejoin, is_fault = "the connection closed", True, False
         try:
-            member = await welcome(channel, self._engine.roster, self._keys, self._lock, own)
+            member = await welcome(channel, self._engine.roster, self.doorkeeper, self._lock, own)
             if member is not None:
                 connection = Connection(
                     channel,
@@ -320,6 +322,7 @@ class Driver:
     async def close(self, error: CleaveError, reason: str, *, rejoin: bool) -> None:
         """End every run with the error, and say goodbye to every device."""
         self._goodbye = (reason, rejoin)
+        self.doorkeeper.close()
         self.post(Closed(error))
         if self._ticking is not None:
             self._ticking.cancel()

@@ -24,7 +24,8 @@ from uvicorn.server import ServerState
 from cleave.errors import InputError
 from cleave.server import process_settings
 from cleave.server.admission.certificate import Certificate
-from cleave.server.admission.gate import Entrance, Limits, Say, ended, is_loopback, objection_to
+from cleave.server.admission.doorkeeper import WITHIN_S
+from cleave.server.admission.gate import Entrance, Limits, Say, fitting, is_loopback, objection_to, place_of
 from cleave.server.admission.tokens import Keys
 from cleave.server.cluster import Cluster
 from cleave.transport.base import Channel
@@ -33,6 +34,7 @@ from cleave.transport.websocket import Accepting
 _STOP_S = 5.0
 _PATIENCE_S = 2.0  # for goodbyes to devices, and for responses in flight
 _ADMIN_ONLY = "expected an admin token (Authorization: Bearer ...), got none or another; see cleave token --help"
+_BUSY = "too many tokens are being checked; try again later"
 
 Answer = Callable[[Request], Awaitable[Response]]
 Wrap = Callable[[Channel], Channel]
@@ -62,7 +64,6 @@ class Service:
         self._loop = _new_loop()
         self.cluster = make_cluster(self._loop)
         self._stopping = asyncio.Event()
-        self._guessing = asyncio.Semaphore(1)
         self._stays: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
         self._is_stopped = False
@@ -109,7 +110,8 @@ class Service:
             proxy_headers=False,
         )
         tls = self._certificate.context if self._certificate is not None else None
-        entrance = Entrance(self._socket, config, tls=tls, limits=self._limits, say=self._say)
+        limits = fitting(self._limits or Limits(), *process_settings.descriptors())
+        entrance = Entrance(self._socket, config, tls=tls, limits=limits, say=self._say)
         self._started.set()
         await self._stopping.wait()
         await entrance.stop(_PATIENCE_S)
@@ -121,7 +123,8 @@ class Service:
 
     def _upgrade(self, config: uvicorn.Config, server_state: ServerState, app_state: object) -> Accepting:
         """Take a WebSocket from uvicorn: the connection goes to the cluster, bypassing ASGI and its copies."""
-        return Accepting("/ws", self._join, objection=self._objection, ended=ended(app_state))
+        place = place_of(app_state)
+        return Accepting("/ws", self._join, objection=self._objection, admitted=place.admit, ended=place.leave)
 
     def _objection(self, origins: list[str], hosts: list[str]) -> str:
         return objection_to(origins, hosts, open_here=self._is_open_here)
@@ -144,18 +147,22 @@ class Service:
             why = self._objection(request.headers.getlist("origin"), request.headers.getlist("host"))
             if why:
                 return PlainTextResponse(f"{why}\n", 403)
-            scheme, _, token = request.headers.get("authorization", "").partition(" ")
             is_nobodys = self.is_local and self._keys.is_bare
-            if is_nobodys or (scheme.lower() == "bearer" and await self._administers(token.strip())):
+            try:
+                is_allowed = is_nobodys or await self._is_admin(request)
+            except TimeoutError:
+                return PlainTextResponse(f"{_BUSY}\n", 503)
+            if is_allowed:
                 return await answer(request)
             return PlainTextResponse(f"{_ADMIN_ONLY}\n", 401, {"WWW-Authenticate": "Bearer"})
 
         return checked
 
-    async def _administers(self, token: str) -> bool:
-        """Check one guess at a time, off the event loop: hashing is slow on purpose."""
-        async with self._guessing:
-            return await asyncio.to_thread(self._keys.administers, token)
+    async def _is_admin(self, request: Request) -> bool:
+        scheme, _, token = request.headers.get("authorization", "").partition(" ")
+        address = request.client.host if request.client is not None else ""
+        async with asyncio.timeout(WITHIN_S):
+            return scheme.lower() == "bearer" and await self.cluster.administers(token.strip(), address)
 
     async def _status(self, request: Request) -> Response:
         return JSONResponse(dataclasses.asdict(self.cluster.status()))

@@ -51,6 +51,8 @@ class Stream(asyncio.BufferedProtocol):
     def __init__(self, *, is_client: bool) -> None:
         self.max_message_bytes = MESSAGE_BYTES
         """Largest message accepted from the peer; a server raises it once the device is admitted."""
+        self.is_guarded = False
+        """Whether only one message at a time is accepted, as from a peer that is not admitted yet."""
         self._is_client = is_client
         self._loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
@@ -228,6 +230,8 @@ class Stream(asyncio.BufferedProtocol):
             return _PROTOCOL_FAULT, "expected no empty fragments"
         elif so_far + length > self.max_message_bytes:
             return _TOO_BIG, f"expected messages of at most {self.max_message_bytes} bytes, got {so_far + length}"
+        elif self.is_guarded and self._messages:
+            return _POLICY, "expected one message, then a pause for the answer, got another message"
         self._idle_frames += 1
         if self._idle_frames > IDLE_FRAMES:
             return _POLICY, f"expected a message, got {IDLE_FRAMES} pings and fragments without one"

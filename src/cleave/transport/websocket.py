@@ -50,15 +50,20 @@ Objection = Callable[[list[str], list[str]], str]
 
 
 class WebSocketChannel(Channel):
-    def __init__(self, stream: Stream, *, guarded: bool = False, address: str = "") -> None:
+    def __init__(
+        self, stream: Stream, *, address: str = "", guarded: bool = False, admitted: Callable[[], None] = lambda: None
+    ) -> None:
+        """`admitted` is called when a guarded channel is allowed to carry payloads."""
         super().__init__(guarded=guarded, address=address)
-        self._stream = stream
+        self._stream, self._admitted = stream, admitted
         if guarded:
-            stream.max_message_bytes = HEADER_BYTES
+            stream.max_message_bytes, stream.is_guarded = HEADER_BYTES, True
 
     def allow(self, payload_bytes: int) -> None:
         super().allow(payload_bytes)
         self._stream.max_message_bytes = max(HEADER_BYTES, min(payload_bytes, MESSAGE_BYTES))
+        self._stream.is_guarded = False
+        self._admitted()
 
     @property
     def silent_s(self) -> float:
@@ -209,7 +214,8 @@ class _DialingStream(Stream):
         if handshake.state is not State.OPEN:  # even if the body of the refusal has not arrived
             self._reject(handshake.handshake_exc or InvalidHandshake("it does not speak WebSocket at this address"))
             return
-        self.opened.set_result(None)
+        if not self.opened.done():  # else nobody waits any more
+            self.opened.set_result(None)
         super()._parse()
 
     def _reject(self, fault: Exception) -> None:
@@ -227,14 +233,22 @@ class Accepting(Stream):
     """A stream that starts with the server's half of the handshake, in the shape uvicorn expects (`Config.ws`).
 
     uvicorn has already read the request and passes it to `data_received`; from then on the connection is ours. The
-    channel stays guarded until `allow` is called. `ended` is called once, when the connection is closed.
+    channel stays guarded until `allow` is called, of which `admitted` hears. `ended` is called once, when the
+    connection is closed.
     """
 
     def __init__(
-        self, path: str, accepted: Callable[[Channel], None], *, objection: Objection, ended: Callable[[], None]
+        self,
+        path: str,
+        accepted: Callable[[Channel], None],
+        *,
+        objection: Objection,
+        admitted: Callable[[], None],
+        ended: Callable[[], None],
     ) -> None:
         super().__init__(is_client=False)
-        self._path, self._accepted, self._objection, self._ended = path, accepted, objection, ended
+        self._path, self._accepted, self._objection = path, accepted, objection
+        self._admitted, self._ended = admitted, ended
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
@@ -257,7 +271,8 @@ class Accepting(Stream):
             return
         _disable_nagle(transport)
         peer: tuple[str, int] | None = transport.get_extra_info("peername")
-        self._accepted(WebSocketChannel(self, guarded=True, address=peer[0] if peer else ""))
+        address = peer[0] if peer else ""
+        self._accepted(WebSocketChannel(self, address=address, guarded=True, admitted=self._admitted))
 
 
 def _fingerprint(transport: asyncio.BaseTransport) -> str:

@@ -20,7 +20,9 @@ from cleave.errors import FleetError
 NAMES = ["ann", "bob", "eve", "dan", "zoe"]
 
 
-def join(roster: Roster, name: str, *, flops_per_s: float = 1e9, address: str = "", party: str = "") -> Member:
+def join(
+    roster: Roster, name: str, *, flops_per_s: float = 1e9, address: str = "", key: str = "", party: str = ""
+) -> Member:
     return roster.add(
         name=name,
         kernel="numpy",
@@ -30,6 +32,7 @@ def join(roster: Roster, name: str, *, flops_per_s: float = 1e9, address: str = 
         down_bytes_per_s=10e6,
         up_bytes_per_s=1e6,
         address=address,
+        key=key,
         party=party,
     )
 
@@ -311,6 +314,21 @@ def test_stalls_add_up_and_only_work_clears_them() -> None:
     assert member.stalled(), "too little work between"
     member.tasks += 200
     assert not member.stalled()
+
+
+def test_a_liar_under_the_name_and_address_of_a_device_spoils_only_its_own_record() -> None:
+    roster = Roster()
+    liar = join(roster, "ann", address="here", key="liar's", party="liar's")
+    while not liar.trust.is_lost:
+        liar.trust.wrong()
+    roster.end_stay("ann", 100.0, is_bad=True)
+    roster.remove("ann")
+    assert roster.is_quarantined("ann", "here", "liar's")
+    assert roster.pause_s("ann", "here", "liar's", 100.0) > 0.0
+    assert not roster.is_quarantined("ann", "here", "ann's")
+    assert roster.pause_s("ann", "here", "ann's", 100.0) == 0.0
+    honest = join(roster, "ann", address="here", key="ann's", party="ann's")
+    assert not honest.trust.is_lost
 
 
 # ------------------------------------------------------------------------------------------------ rates

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterator
@@ -19,12 +20,13 @@ from cleave.api.fleet import Fleet
 from cleave.errors import ConnectionLost, InputError
 from cleave.protocol import messages
 from cleave.server import service as http
-from cleave.server.admission import certificate
-from cleave.server.admission.gate import Census, Limits, group_of, objection_to
+from cleave.server.admission import certificate, tokens
+from cleave.server.admission.gate import Census, Limits, Place, fitting, group_of, objection_to
 from cleave.server.admission.tokens import FILE, Keys
 from cleave.server.cluster import Cluster
 from cleave.server.service import Service
 from cleave.transport.address import parse_address
+from cleave.transport.base import Channel
 from cleave.transport.websocket import dial
 
 SOON_S = 20.0
@@ -243,16 +245,21 @@ def test_the_join_command_has_an_own_certificates_fingerprint_or_a_given_ones_na
 # ------------------------------------------------------------------------------------------------ tokens, roles
 
 
+def hello(token: str = TOKEN, version: int = messages.VERSION) -> messages.Hello:
+    return messages.Hello(
+        version=version, name="granny", token=token, flops_per_s=1e9, memory_bytes=1 << 30, kernel="numpy"
+    )
+
+
 async def joined(url: str, token: str, version: int = messages.VERSION) -> str:
     """The server's answer to a hello: the reason for a refusal, or the message type."""
     async with asyncio.timeout(SOON_S):
         channel = await dial(url)
-        hello = messages.Hello(
-            version=version, name="granny", token=token, flops_per_s=1e9, memory_bytes=1 << 30, kernel="numpy"
-        )
-        await channel.send(hello)
-        answer = (await channel.receive()).message
-        await channel.close()
+        try:
+            await channel.send(hello(token, version))
+            answer = (await channel.receive()).message
+        finally:
+            await channel.close()
     return answer.reason if isinstance(answer, messages.Refused) else answer.type_name()
 
 
@@ -282,6 +289,34 @@ async def test_a_revoked_token_no_longer_joins_a_running_server(serve: Serve, tm
     assert "token" in await joined(url, token)
 
 
+async def test_guesses_at_the_door_are_hashed_one_at_a_time(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Keys(path=tmp_path / FILE).add("device", TOKEN)
+    service = serve(Keys(path=tmp_path / FILE))
+    two, met = threading.Barrier(2, timeout=1.0), list[str]()
+
+    def hash_in_company(token: str, salt: str) -> str:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            two.wait()
+            met.append(token)
+        return ""
+
+    monkeypatch.setattr(tokens, "_hash", hash_in_company)
+    with connected(service) as status:
+        status.sendall(status_with("guess"))
+        asked = [asyncio.create_task(joined(f"ws://{service.address}/ws", f"guess {n}")) for n in range(3)]
+        await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        for task in asked:
+            task.cancel()
+        await asyncio.gather(*asked, return_exceptions=True)
+    assert met == []
+
+
+def status_with(token: str) -> bytes:
+    return request("/api/status", f"Authorization: Bearer {token}")
+
+
 def test_the_status_is_for_administrators_only(serve: Serve, tmp_path: Path) -> None:
     person = Keys(path=tmp_path / FILE)
     _, device = person.add("device", TOKEN)
@@ -297,7 +332,7 @@ def test_the_status_is_for_administrators_only(serve: Serve, tmp_path: Path) -> 
     ):
         answer = said(connected(service), request("/api/status", header))
         assert_refused(answer, 401, "expected an admin token")
-    right = request("/api/status", f"Authorization: Bearer {admin}")
+    right = status_with(admin)
     assert b'"devices":[]' in said(connected(service), right)
     person.revoke(key.id)
     assert_refused(said(connected(service), right), 401, "expected an admin token")
@@ -393,29 +428,93 @@ def test_a_request_whose_body_never_comes_is_disconnected_after_its_answer(serve
     assert_refused(answer, 401, "admin token")
 
 
-def test_connections_per_address_are_limited_and_leaving_frees_a_place(serve: Serve) -> None:
+async def test_connections_per_address_are_limited_and_leaving_frees_a_place(serve: Serve) -> None:
     notes: list[str] = []
     service = serve(Keys(TOKEN), limits=Limits(per_loopback=3, per_s=1e6, burst=1_000_000), say=notes.append)
-    upgraded = connected(service)
-    upgraded.sendall(request("/ws", *UPGRADE))
-    assert upgraded.recv(12) == b"HTTP/1.1 101"
-    silent = [connected(service) for _ in range(2)]
-    with connected(service) as fourth:
-        assert fourth.recv(1) == b""
-    assert notes == ["a connection from 127.0.0.1 was refused: 3 connections from 127.0.0.1 are open"]
-    for leaving in (upgraded, silent[0]):  # one that joined, and one that never spoke
-        leaving.close()
-        while True:  # until the server notices
-            try:
-                answer = said(connected(service), request("/api/status"))
-            except ConnectionError:
-                continue
-            if answer:
-                break
-        assert_refused(answer, 401, "admin token")
-        silent.append(connected(service))
-    for connection in silent:
-        connection.close()
+    async with asyncio.timeout(SOON_S):
+        devices = [await admitted(service) for _ in range(3)]
+        with connected(service) as fourth:
+            assert fourth.recv(1) == b""
+        assert notes == ["a connection from 127.0.0.1 was refused: 3 connections from 127.0.0.1 are open"]
+        for leaving in devices:
+            await leaving.close()
+            while True:  # until the server notices
+                try:
+                    answer = said(connected(service), request("/api/status"))
+                except ConnectionError:
+                    continue
+                if answer:
+                    break
+            assert_refused(answer, 401, "admin token")
+
+
+async def admitted(service: Service) -> Channel:
+    """Join as a device; the connection stays open, without answering the server's probes."""
+    channel = await dial(f"ws://{service.address}/ws")
+    await channel.send(hello())
+    assert isinstance((await channel.receive()).message, messages.Welcome)
+    return channel
+
+
+def upgraded(service: Service) -> socket.socket:
+    connection = connected(service)
+    connection.sendall(request("/ws", *UPGRADE))
+    assert connection.recv(12) == b"HTTP/1.1 101"
+    return connection
+
+
+STAGES = {
+    "silent": connected,
+    "half a request": lambda service: started(service, b"GET /ws HTTP/1.1\r\nHost: "),
+    "half a TLS hello": lambda service: started(service, b"\x16\x03\x01\x02\x00\x01\x00"),
+    "no hello": upgraded,
+}
+
+
+def started(service: Service, words: bytes) -> socket.socket:
+    connection = connected(service)
+    connection.sendall(words)
+    return connection
+
+
+@pytest.mark.parametrize("stage", STAGES)
+async def test_a_newcomer_takes_the_place_of_the_oldest_stranger(
+    serve: Serve, own: certificate.Certificate, stage: str
+) -> None:
+    few = Limits(per_s=1e6, burst=1_000_000, strangers=4)
+    service = serve(Keys(TOKEN), limits=few, certificate=own if stage == "half a TLS hello" else None)
+    strangers = [STAGES[stage](service) for _ in range(50)]
+    for stranger in strangers[:46]:  # the rest stay until they are displaced themselves, or time is up
+        with contextlib.suppress(ConnectionResetError):
+            while stranger.recv(4096):
+                pass
+        stranger.close()
+    if stage != "half a TLS hello":
+        assert await joined(f"ws://{service.address}/ws", TOKEN) == "welcome"
+    for stranger in strangers[46:]:
+        stranger.close()
+
+
+async def test_strangers_never_displace_devices(serve: Serve) -> None:
+    service = serve(Keys(TOKEN), limits=Limits(connections=5, strangers=4, per_s=1e6, burst=1_000_000))
+    async with asyncio.timeout(SOON_S):
+        devices = [await admitted(service) for _ in range(3)]
+        strangers = [connected(service) for _ in range(20)]
+        devices.append(await admitted(service))
+        for device in devices:
+            await device.close()
+        for stranger in strangers:
+            stranger.close()
+
+
+async def test_a_stranger_may_send_no_second_message_before_an_answer(serve: Serve) -> None:
+    service = serve(Keys(TOKEN))
+    async with asyncio.timeout(SOON_S):
+        channel = await dial(f"ws://{service.address}/ws")
+        for _ in range(3):  # arrive at once
+            await channel.send(hello("a guess"))
+        with pytest.raises(ConnectionLost, match="another message"):
+            await channel.receive()
 
 
 async def test_a_stranger_may_send_nothing_larger_than_a_hello(serve: Serve) -> None:
@@ -438,16 +537,29 @@ class Crowd:
 
     def __init__(self) -> None:
         self.census = Census(self.limits)
+        self.inside: list[tuple[str, Place]] = []
 
     def come(self, address: str, now_s: float = 0.0) -> bool:
-        return self.census.enter(address, now_s) == ""
+        """Connect and be admitted, if there is a place."""
+        place = self.census.enter(address, now_s)
+        if isinstance(place, str):
+            return False
+        place.admit()
+        self.inside.append((address, place))
+        return True
+
+    def leave(self, address: str) -> None:
+        entry = next(entry for entry in self.inside if entry[0] == address)
+        self.inside.remove(entry)
+        for _ in range(2):  # the second time does nothing
+            entry[1].leave()
 
 
 def test_connections_are_limited_per_address_and_in_total() -> None:
     crowd = Crowd()
     assert [crowd.come("192.0.2.1") for _ in range(4)] == [True, True, True, False]
     assert [crowd.come(f"192.0.2.{n}") for n in (2, 3, 4)] == [True, True, False]
-    crowd.census.leave("192.0.2.1")
+    crowd.leave("192.0.2.1")
     assert crowd.come("192.0.2.4")
     assert crowd.census.total == 5
 
@@ -457,11 +569,35 @@ def test_an_address_connects_no_faster_than_its_rate_limit() -> None:
     came = 0
     for _ in range(1000):
         if crowd.come("192.0.2.1", now_s):
-            crowd.census.leave("192.0.2.1")
+            crowd.leave("192.0.2.1")
             came += 1
         now_s += 0.01
     assert 4 + 2 * 9.5 <= came <= 4 + 2 * 10 + 1
     assert crowd.come("192.0.2.2", now_s)
+
+
+def test_a_crowd_of_strangers_from_one_address_displaces_itself_first() -> None:
+    census = Census(Limits(strangers=20, strangers_per_address=12, burst=10_000))
+    lone = census.enter("198.51.100.1", 0.0)
+    assert isinstance(lone, Place)
+    evicted: list[int] = []
+    lone.close = lambda: evicted.append(-1)
+    for number in range(100):
+        place = census.enter(f"192.0.2.{number % 2}", 0.0)
+        assert isinstance(place, Place)
+        place.close = lambda number=number: evicted.append(number)
+        assert len(census.strangers) <= 20
+    assert -1 not in evicted
+    assert evicted == sorted(evicted), "oldest first"
+    assert len(evicted) == 100 + 1 - 20
+
+
+@given(st.integers(8, 100_000), st.integers(0, 200))
+def test_connections_leave_descriptors_for_files(descriptors: int, in_use: int) -> None:
+    limits = fitting(Limits(), descriptors, in_use)
+    assert 1 <= limits.strangers <= max(1, limits.connections // 4)
+    assert limits.connections == 1 or limits.connections + in_use + min(64, descriptors // 4) <= descriptors
+    assert fitting(Limits(), math.inf, in_use) == Limits()
 
 
 @pytest.mark.parametrize(
@@ -483,15 +619,14 @@ def test_addresses_of_one_subscriber_count_as_one(one: str, other: str, same: bo
 
 @given(st.lists(st.tuples(st.sampled_from(["192.0.2.1", "192.0.2.2", "::1", "2001:db8::1"]), st.booleans())))
 def test_a_census_counts_exactly_the_connections_that_are_open(moves: list[tuple[str, bool]]) -> None:
-    crowd, inside, now_s = Crowd(), list[str](), 0.0
+    crowd, now_s = Crowd(), 0.0
     for address, comes in moves:
         now_s += 10.0
         if comes:
             allowed = 4 if address == "::1" else 3
+            inside = [other for other, _ in crowd.inside]
             room = len(inside) < 5 and inside.count(address) < allowed
             assert crowd.come(address, now_s) == room
-            inside += [address] * room
-        elif address in inside:
-            inside.remove(address)
-            crowd.census.leave(address)
-    assert crowd.census.total == len(inside)
+        elif address in [other for other, _ in crowd.inside]:
+            crowd.leave(address)
+    assert crowd.census.total == len(crowd.inside)

@@ -11,6 +11,7 @@ import pytest
 
 from cleave.cli.main import main
 from cleave.errors import InputError
+from cleave.server.admission import tokens
 from cleave.server.admission.tokens import FILE, Keys
 
 
@@ -74,11 +75,41 @@ def test_a_token_is_valid_after_a_restart_though_only_its_hash_was_kept(path: Pa
     key, token = Keys(path=path).add("device")
     text = path.read_text()
     assert token not in text
-    assert json.loads(text)[0].keys() == {"id", "role", "salt", "hash", "created_s", "revoked_s", "trust"}
+    assert json.loads(text)[0].keys() == {"id", "role", "salt", "hash", "digest", "created_s", "revoked_s", "trust"}
     again = Keys(path=path)
     assert again.identify(token) == key.id
     assert again.identify(token) == key.id
     assert again.identify(token[:-1]) is None
+
+
+def test_a_chosen_token_is_kept_by_its_slow_hash_alone(path: Path) -> None:
+    Keys(path=path).add("device", "correct horse")
+    assert json.loads(path.read_text())[0]["digest"] == ""
+    assert Keys(path=path).identify("correct horse")
+
+
+def test_a_drawn_token_is_recognized_without_a_slow_hash_and_so_is_any_wrong_one(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key, token = Keys(path=path).add("device")
+    _, admin = Keys(path=path).add("admin")
+    server = Keys(path=path)
+    monkeypatch.setattr(tokens, "_hash", lambda token, salt: pytest.fail("hashed slowly"))
+    assert server.identify(token) == key.id
+    assert server.administers(admin)
+    assert server.identify("a guess") is None
+
+
+def test_a_key_file_without_fast_hashes_still_works(path: Path) -> None:
+    key, token = Keys(path=path).add("device")
+    (kept,) = json.loads(path.read_text())
+    del kept["digest"]
+    path.write_text(json.dumps([kept]))
+    server = Keys(path=path)
+    assert not server.recognizes(token)
+    assert server.identify("a guess") is None
+    assert server.identify(token) == key.id
+    assert server.recognizes(token)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")

@@ -163,6 +163,14 @@ class Member:
         is_again, self._tasks_when_late = self._tasks_when_late == self.tasks, self.tasks
         return is_again
 
+    def is_same(self, address: str, key: str | None) -> bool:
+        """Whether this is the record of a device that joins under its name.
+
+        Anyone may claim any name, and many share an address: the token must match, too, so that nobody can spoil
+        another person's record. The address still counts, as many people may share one token.
+        """
+        return (self.address, self.key) == (address, key)
+
     def heard(self, round_trip_s: float) -> None:
         """Learn from a heartbeat's answer, which may have queued behind other messages: keep a decaying minimum."""
         self.latency_s = min(round_trip_s, self.latency_s * _LATENCY_FADE)
@@ -273,7 +281,7 @@ class Roster:
         if before is not None:
             for kept in _OUTLIVES:
                 setattr(member, kept, getattr(before, kept))
-            if before.address == address:  # any device may claim any name
+            if before.is_same(address, key):
                 member.trust, member.stalls = before.trust, min(before.stalls, _MOST_STALLS - 1)
                 member.start_no_faster_than(before)
         member.tasks_before = member.tasks_then = member.tasks
@@ -325,7 +333,7 @@ class Roster:
     def end_stay(self, name: str, now: float, *, is_bad: bool) -> None:
         """Make a device and newcomers with its token wait after a bad stay, twice as long each time."""
         member = self.members[name]
-        for key in ((name, member.address), member.party):
+        for key in ((name, member.address, member.party), member.party):
             if is_bad:
                 self._pauses.bad_stay(key, now)
             elif member.tasks - member.tasks_before >= _CLEARED_BY:
@@ -334,14 +342,15 @@ class Roster:
     def pause_s(self, name: str, address: str, party: str, now: float) -> float:
         """Seconds a device must wait before it may join; one that has helped before does not wait for its token's."""
         before = self.past.get(name)
-        has_helped = before is not None and before.address == address and before.tasks > 0
-        own_s = self._pauses.seconds((name, address), now)
+        is_same = before is not None and (before.address, before.party) == (address, party)
+        has_helped = before is not None and is_same and before.tasks > 0
+        own_s = self._pauses.seconds((name, address, party), now)
         return own_s if has_helped else max(own_s, self._pauses.seconds(party, now))
 
-    def is_quarantined(self, name: str, address: str) -> bool:
-        """Whether a device with this name and address is quarantined: it has lost its trust."""
+    def is_quarantined(self, name: str, address: str, key: str | None = "") -> bool:
+        """Whether a device with this name, address and token is quarantined: it has lost its trust."""
         before = self.past.get(name)
-        return before is not None and before.address == address and before.trust.is_lost
+        return before is not None and before.is_same(address, key) and before.trust.is_lost
 
     @contextmanager
     def reserved(self, name: str, *, own: bool = False) -> Generator[str]:

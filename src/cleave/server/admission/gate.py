@@ -2,7 +2,10 @@
 
 Accepts connections, limits them per address and inspects their first byte: where TLS is required, a plain request is
 answered with an error and closed. The rest goes to uvicorn's HTTP parser, which must receive a whole request within a
-deadline; `transport/websocket.py` takes over those that become WebSockets. Knows neither tokens nor devices.
+deadline; `transport/websocket.py` takes over those that become WebSockets. Knows neither tokens nor devices, except
+that a connection is a stranger's until it is admitted. Few strangers fit at once, and a new one takes the place of the
+oldest, so silent connections keep nobody out. What the process may open is never used up by connections: some
+descriptors stay free for checkpoints, logs and other processes.
 """
 
 from __future__ import annotations
@@ -14,9 +17,9 @@ import logging
 import math
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import cast
 from urllib.parse import urlsplit
 
@@ -26,12 +29,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 _TLS_RECORD = b"\x16"  # the first byte of a TLS handshake, and of no HTTP request
-_AT_ONCE = 64  # connections accepted before the event loop gets its turn
+_AT_ONCE = 16  # accepted before the event loop gets its turn to close the displaced: fewer than are kept in reserve
 _PAUSE_S = 0.2  # before accepting again when file descriptors have run out
 _LINGER_S = 1.0
 _SAY_S = 60.0
 _MOST_ADDRESSES = 65_536
 _PLACE = "place"
+_RESERVE = 64
+"""Descriptors kept free for checkpoints, logs and other processes, or a quarter of them if there are fewer than 256."""
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +50,10 @@ class Limits:
     per_address: int = 64
     """Open at once from one address; many devices may share one."""
     per_loopback: int = 4096
+    strangers: int = 512
+    """Open at once that have not been admitted, in total ..."""
+    strangers_per_address: int = 32
+    """... and from one address; eight times as many from this machine itself."""
     burst: int = 50
     """New connections from one address in a burst ..."""
     per_s: float = 20.0
@@ -55,43 +64,125 @@ class Limits:
     """Deadline for the TLS handshake, and then again for a complete request."""
 
 
+def fitting(limits: Limits, descriptors: float, in_use: int) -> Limits:
+    """Reduce limits to what a process can open, less what it has open and a reserve for files and processes."""
+    reserve = min(_RESERVE, descriptors / 4)
+    connections = int(max(1, min(limits.connections, descriptors - in_use - reserve)))
+    return replace(limits, connections=connections, strangers=max(1, min(limits.strangers, connections // 4)))
+
+
+class Place:
+    """One open connection's place in the census: a stranger's until it is admitted."""
+
+    __slots__ = ("_census", "close", "group")
+
+    def __init__(self, census: Census, group: str) -> None:
+        self._census, self.group = census, group
+        self.close: Callable[[], object] = lambda: None
+        """Closes the connection, if its place goes to another."""
+
+    def admit(self) -> None:
+        """Count the connection among those that showed a token, which keep their places."""
+        self._census.strangers.remove(self)
+
+    def leave(self) -> None:
+        """Free the place; safe to call twice."""
+        self._census.leave(self)
+
+
+class Strangers:
+    """Places of connections that have not been admitted, oldest first."""
+
+    def __init__(self) -> None:
+        self._places: dict[Place, None] = {}
+        self._groups: Counter[str] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def count(self, group: str) -> int:
+        return self._groups[group]
+
+    def add(self, place: Place) -> None:
+        self._places[place] = None
+        self._groups[place.group] += 1
+
+    def remove(self, place: Place) -> None:
+        """Remove a place, if it is a stranger's."""
+        if place in self._places:
+            del self._places[place]
+            self._groups[place.group] -= 1
+            if not self._groups[place.group]:
+                del self._groups[place.group]
+
+    def oldest(self, group: str) -> Place | None:
+        return next((place for place in self._places if place.group == group), None)
+
+    def oldest_of_most(self) -> Place | None:
+        """Return the oldest place of the group that has the most: a crowd from one address pays for itself first."""
+        most = max(self._groups.values(), default=0)
+        return next((place for place in self._places if self._groups[place.group] == most), None)
+
+
 class Census:
     """Open connections and recent arrivals per address. Pure: the caller supplies the time."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._inside: dict[str, int] = {}
+        self._places: set[Place] = set()
+        self._inside: Counter[str] = Counter()
         self._spent: dict[str, tuple[float, float]] = {}
         """Recent arrivals per group, which decay by `per_s` a second, and when they were last updated."""
-        self.total = 0
+        self.strangers = Strangers()
 
-    def enter(self, address: str, now_s: float) -> str:
-        """Count a connection; if it exceeds a limit, return the reason instead."""
+    @property
+    def total(self) -> int:
+        return len(self._places)
+
+    def enter(self, address: str, now_s: float) -> Place | str:
+        """Give a connection a place, a stranger's if need be; return the reason if it exceeds a limit."""
         group, limits = group_of(address), self._limits
-        scale = 10 if group == "loopback" else 1
-        most = limits.per_loopback if group == "loopback" else limits.per_address
+        is_here = group == "loopback"
+        scale, most = (10, limits.per_loopback) if is_here else (1, limits.per_address)
         spent, since_s = self._spent.get(group, (0.0, now_s))
         spent = max(0.0, spent - (now_s - since_s) * limits.per_s * scale)
-        if self.total >= limits.connections:
-            return f"{limits.connections} connections are open"
-        if self._inside.get(group, 0) >= most:
-            return f"{most} connections from {address} are open"
         if spent + 1 > limits.burst * scale:
             return f"connections from {address} arrive faster than {limits.per_s * scale:.0f} a second"
+        most_strangers = min(limits.strangers, limits.strangers_per_address * (8 if is_here else 1))
+        if self._inside[group] >= most or self.strangers.count(group) >= most_strangers:
+            why = self._evict(self.strangers.oldest(group), f"{most} connections from {address} are open")
+        elif self.total >= limits.connections or len(self.strangers) >= limits.strangers:
+            why = self._evict(self.strangers.oldest_of_most(), f"{limits.connections} connections are open")
+        else:
+            why = ""
+        if why:
+            return why
         self._spent.pop(group, None)  # keeps the dict ordered by last arrival
         self._spent[group] = spent + 1, now_s
         if len(self._spent) > _MOST_ADDRESSES:
             del self._spent[next(iter(self._spent))]
-        self._inside[group] = self._inside.get(group, 0) + 1
-        self.total += 1
+        place = Place(self, group)
+        self._places.add(place)
+        self._inside[group] += 1
+        self.strangers.add(place)
+        return place
+
+    def _evict(self, stranger: Place | None, otherwise: str) -> str:
+        """Free a stranger's place; return `otherwise` if there is none."""
+        if stranger is None:
+            return otherwise
+        self.leave(stranger)
+        stranger.close()
         return ""
 
-    def leave(self, address: str) -> None:
-        group = group_of(address)
-        self.total -= 1
-        self._inside[group] -= 1
-        if not self._inside[group]:
-            del self._inside[group]
+    def leave(self, place: Place) -> None:
+        if place not in self._places:
+            return
+        self._places.remove(place)
+        self.strangers.remove(place)
+        self._inside[place.group] -= 1
+        if not self._inside[place.group]:
+            del self._inside[place.group]
 
 
 def group_of(address: str) -> str:
@@ -193,13 +284,12 @@ class Entrance:
                 self._loop.call_later(_PAUSE_S, self._accept_again)
                 return
             address = str(peer[0])
-            why = self._census.enter(address, self._loop.time())
-            if why:
-                self._say_once(f"a connection from {address} was refused: {why}")
+            place = self._census.enter(address, self._loop.time())
+            if isinstance(place, str):
+                self._say_once(f"a connection from {address} was refused: {place}")
                 sock.close()
                 continue
-            place = ExitStack()  # safe to close twice
-            place.callback(self._census.leave, address)
+            place.close = sock.close
             task = self._loop.create_task(self._admit(sock, place))
             self._arriving.add(task)
             task.add_done_callback(self._arriving.discard)
@@ -215,8 +305,11 @@ class Entrance:
             self._said_s = self._loop.time()
             self._say(text)
 
-    async def _admit(self, sock: socket.socket, place: ExitStack) -> None:
+    async def _admit(self, sock: socket.socket, place: Place) -> None:
         """Hand an accepted connection to uvicorn. Failures end this connection and nothing else."""
+        task = asyncio.current_task()
+        assert task is not None
+        place.close = task.cancel
         try:
             sock.setblocking(False)
             async with asyncio.timeout(self._limits.first_byte_s):
@@ -228,7 +321,7 @@ class Entrance:
                 raise ConnectionError("plain where TLS is required, or the reverse")
         except BaseException as fault:
             sock.close()
-            place.close()
+            place.leave()
             if not isinstance(fault, OSError | TimeoutError):
                 raise
             log.debug("connection not admitted: %s", fault)
@@ -241,7 +334,7 @@ class Entrance:
                 ssl_handshake_timeout=self._limits.request_s if self._tls is not None else None,
             )
         except BaseException as fault:
-            place.close()
+            place.leave()
             if not isinstance(fault, OSError | TimeoutError):  # ssl.SSLError is an OSError
                 raise
             log.debug("TLS handshake failed: %s", fault)
@@ -257,21 +350,22 @@ class Entrance:
         return sock.recv(1, socket.MSG_PEEK)
 
 
-def ended(app_state: object) -> Callable[[], None]:
-    """Return the callback that frees a connection's place once its WebSocket is closed."""
-    return cast("dict[str, ExitStack]", app_state)[_PLACE].close
+def place_of(app_state: object) -> Place:
+    """Return the place of a connection that becomes a WebSocket: to be admitted, and to leave once that is closed."""
+    return cast("dict[str, Place]", app_state)[_PLACE]
 
 
 class _Guest(H11Protocol):
     """uvicorn's HTTP protocol, with a deadline for the request to arrive."""
 
-    def __init__(self, config: uvicorn.Config, state: ServerState, place: ExitStack, request_s: float) -> None:
+    def __init__(self, config: uvicorn.Config, state: ServerState, place: Place, request_s: float) -> None:
         super().__init__(config, state, {_PLACE: place})
         self._place, self._request_s = place, request_s
         self._deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
+        self._place.close = transport.abort
         self._deadline = self.loop.call_later(self._request_s, self._check)
 
     def _check(self) -> None:
@@ -284,7 +378,7 @@ class _Guest(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_deadline()
-        self._place.close()
+        self._place.leave()
         super().connection_lost(exc)
 
     def _forget_deadline(self) -> None:

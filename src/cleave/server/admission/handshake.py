@@ -14,41 +14,42 @@ from cleave import events
 from cleave.core.schedule.members import Member, Roster
 from cleave.errors import ProtocolError
 from cleave.protocol import messages
+from cleave.server.admission.doorkeeper import WITHIN_S, Doorkeeper
 from cleave.server.admission.gate import group_of
-from cleave.server.admission.tokens import Keys
 from cleave.transport.base import Channel, Received
 
-_WITHIN_S = 10.0
 _PROBES = 3
 _PROBE_BYTES = 1 << 20
 _LEAST_FLOPS_PER_S = 1e3
 _PAYLOAD_BYTES = 16 << 20
 """Largest payload a device may announce, which bounds the memory of its connection."""
+_QUARANTINED = "this device is in quarantine because its results were wrong; check its memory and processor"
 
 log = logging.getLogger(__name__)
 
 
 async def welcome(
-    channel: Channel, roster: Roster, keys: Keys, lock: AbstractContextManager[object], own: str = ""
+    channel: Channel, roster: Roster, doorkeeper: Doorkeeper, lock: AbstractContextManager[object], own: str = ""
 ) -> Member | None:
     """Add a device to the roster, under `lock`; return None if it was refused. `own` names the server's own device.
 
     A refusal says what is wrong with the hello and nothing about the run.
     """
-    async with asyncio.timeout(_WITHIN_S):
+    async with asyncio.timeout(WITHIN_S):
         hello = (await channel.receive()).message
         if not isinstance(hello, messages.Hello):
             raise ProtocolError(f"expected hello, got {hello.type_name()}")
-        key = None if own else await asyncio.to_thread(keys.identify, hello.token)  # hashing is slow on purpose
+        key = None if own else await doorkeeper.identify(hello.token, channel.address)
+    async with asyncio.timeout(WITHIN_S):
+        reason = _objection(hello, is_known=own != "" or key is not None)
+        if reason:
+            await _refuse(channel, reason)
+            return None
         with roster.reserved(own or hello.name, own=bool(own)) as name:
-            reason = _objection(hello, is_known=own != "" or key is not None)
-            if not reason and roster.is_quarantined(name, channel.address):
-                reason = "this device is in quarantine because its results were wrong; check its memory and processor"
-            if reason:
-                await channel.send(messages.Refused(reason=reason))
-                log.info("refused a device: %s", reason)
+            if roster.is_quarantined(name, channel.address, key):
+                await _refuse(channel, _QUARANTINED)
                 return None
-            party = "" if own or keys.is_lent(key) else key or group_of(channel.address)
+            party = "" if own or doorkeeper.keys.is_lent(key) else key or group_of(channel.address)
             pause_s = roster.pause_s(name, channel.address, party, asyncio.get_running_loop().time())
             if pause_s:
                 again = f"its last stay, or one with its token, held up the others; welcome again in {pause_s:.0f} s"
@@ -68,9 +69,14 @@ async def welcome(
                     up_bytes_per_s=up,
                     address=channel.address,
                     key=key,
-                    level="own" if key is None else keys.level(key),
+                    level="own" if key is None else doorkeeper.keys.level(key),
                     party=party,
                 )
+
+
+async def _refuse(channel: Channel, reason: str) -> None:
+    await channel.send(messages.Refused(reason=reason))
+    log.info("refused a device: %s", reason)
 
 
 def joined(member: Member) -> events.DeviceJoined:

@@ -2,8 +2,13 @@
 
 A key lets devices join or a person administer, never both. Keys live in a file in the run directory, so that tokens
 survive a server restart, and so that `cleave token revoke` in another process reaches a running server: the file is
-reread whenever it changes. Plain tokens are never written to disk. Knows nothing of connections; `handshake.py`,
+reread whenever it changes. Plain tokens are never written to disk. Knows nothing of connections; `doorkeeper.py`,
 `connection.py` and `service.py` ask.
+
+Tokens that people choose can be guessed, so they are hashed slowly, at rest and at the door. A token drawn here has 128
+random bits, which nobody guesses however fast the hash: the file has its SHA-256 too, by which a server recognizes it
+at once. So strangers can make a server hash slowly only if some valid token was chosen by a person, or was made by a
+release that stored no SHA-256.
 """
 
 from __future__ import annotations
@@ -26,8 +31,6 @@ from cleave.settings import TRUST
 
 FILE = "keys.json"
 
-_MOST_REMEMBERED = 1024
-
 Role = Literal["device", "admin"]
 
 log = logging.getLogger(__name__)
@@ -41,6 +44,8 @@ class Key(msgspec.Struct, frozen=True, kw_only=True):
     salt: str
     """Hexadecimal, the same for all keys of a file, so that a guess is hashed once and compared with each."""
     hash: str
+    digest: str = ""
+    """SHA-256 of a token that was drawn at random; empty if a person chose it, or an earlier release drew it."""
     created_s: float
     revoked_s: float | None = None
     trust: Level = TRUST
@@ -62,11 +67,13 @@ class Keys:
         self._path = path
         self._trust: Level = trust
         self._kept: dict[str, Key] = {}
+        self._drawn: dict[str, Key] = {}
+        """Keys of tokens drawn at random, by the tokens' SHA-256."""
         self._given = {_digest(token): secrets.token_hex(4) for token in tokens if token}
         self._lent: dict[bytes, str] = {}
         self._lent_trust: dict[str, Level] = {}
-        self._remembered: dict[bytes, str] = {}
-        """Tokens verified before, by a fast hash that never leaves this process."""
+        self._verified: dict[bytes, str] = {}
+        """Chosen tokens verified before, at most one per key, by a fast hash that never leaves this process."""
         self._seen: tuple[int, ...] | None = None
         self._read()
 
@@ -102,6 +109,20 @@ class Keys:
         self._refresh()
         return bool(token) and self._match(token, "admin") is not None
 
+    def recognizes(self, token: str) -> bool:
+        """Whether `identify` and `administers` answer for this token at once, right or wrong, without a slow hash."""
+        self._refresh()
+        return not token or _digest(token) in self._memory or self._recognized(token) is not None or not self._slow
+
+    def verify(self, token: str) -> bool:
+        """Compare a token with all guessable keys, by a slow hash; a right one is recognized from then on."""
+        slow = self._slow
+        hashes = {salt: _hash(token, salt) for salt in {key.salt for key in slow}}
+        matching = [key for key in slow if hmac.compare_digest(hashes[key.salt], key.hash)]
+        if matching:
+            self._verified[_digest(token)] = matching[0].id
+        return bool(matching)
+
     @property
     def is_open(self) -> bool:
         """Whether no device key exists, so that everyone may join."""
@@ -133,9 +154,20 @@ class Keys:
     def add(self, role: Role = "device", token: str | None = None, trust: Level = TRUST) -> tuple[Key, str]:
         """Store a new key; return it with its token, which cannot be recovered later."""
         self._refresh()
-        token = token or _new_token()
+        digest = ""
+        if not token:
+            token = _new_token()
+            digest = _digest(token).hex()
         salt = next((key.salt for key in self._kept.values()), secrets.token_hex(16))
-        key = Key(id=self._new_id(), role=role, salt=salt, hash=_hash(token, salt), created_s=time.time(), trust=trust)
+        key = Key(
+            id=self._new_id(),
+            role=role,
+            salt=salt,
+            hash=_hash(token, salt),
+            digest=digest,
+            created_s=time.time(),
+            trust=trust,
+        )
         if any(other.hash == key.hash for other in self._kept.values()):
             raise InputError("this run already has that token, maybe revoked; choose another")
         self._write({**self._kept, key.id: key})
@@ -165,20 +197,21 @@ class Keys:
     def _memory(self) -> dict[bytes, str]:
         return {**self._given, **self._lent}
 
+    @property
+    def _slow(self) -> tuple[Key, ...]:
+        """Valid keys whose tokens can only be verified by a slow hash, or were by now."""
+        return tuple(key for key in self._kept.values() if not key.digest and key.is_valid)
+
     def _match(self, token: str, role: Role) -> str | None:
-        """Return the valid key of that role with this token: one slow hash, or none for a token verified before."""
+        """Return the valid key of that role with this token."""
+        if not self.recognizes(token):
+            self.verify(token)
+        found = self._recognized(token)
+        return found.id if found is not None and found.is_valid and found.role == role else None
+
+    def _recognized(self, token: str) -> Key | None:
         digest = _digest(token)
-        found = self._remembered.get(digest)
-        if found is None:
-            hashes = {salt: _hash(token, salt) for salt in {key.salt for key in self._kept.values()}}
-            matching = [key for key in self._kept.values() if hmac.compare_digest(hashes[key.salt], key.hash)]
-            if not matching:
-                return None
-            found = matching[0].id
-            if len(self._remembered) < _MOST_REMEMBERED:
-                self._remembered[digest] = found
-        key = self._kept.get(found)
-        return found if key is not None and key.is_valid and key.role == role else None
+        return self._kept.get(self._verified.get(digest, "")) or self._drawn.get(digest.hex())
 
     def _new_id(self) -> str:
         return next(id for id in iter(lambda: secrets.token_hex(4), "") if id not in self._kept)
@@ -212,7 +245,8 @@ class Keys:
                 f"expected the keys of a run in {self._path}, but {fault}; restore the file, or delete it to start "
                 "over with cleave token add"
             ) from None
-        self._kept, self._seen = {key.id: key for key in keys}, seen
+        self._keep({key.id: key for key in keys})
+        self._seen = seen
 
     def _write(self, keys: dict[str, Key]) -> None:
         """Write the file atomically, readable by its owner alone from the first byte."""
@@ -231,7 +265,12 @@ class Keys:
         finally:
             with suppress(OSError):
                 part.unlink()
-        self._kept, self._seen = keys, _signs(self._path)
+        self._keep(keys)
+        self._seen = _signs(self._path)
+
+    def _keep(self, keys: dict[str, Key]) -> None:
+        self._kept = keys
+        self._drawn = {key.digest: key for key in keys.values() if key.digest}
 
 
 def _signs(path: Path) -> tuple[int, ...] | None:
