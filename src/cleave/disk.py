@@ -47,8 +47,9 @@ def open_regular(path: Path, *, follow_links: bool = True) -> BufferedReader:
 def read_whole(path: Path, most_bytes: int, *, follow_links: bool = True) -> bytes:
     """Read a regular file; raise OSError if it has more than `most_bytes`."""
     with open_regular(path, follow_links=follow_links) as file:
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
+        is_larger = os.fstat(file.fileno()).st_size > most_bytes
+        data = b"" if is_larger else file.read(most_bytes + 1)
+    if is_larger or len(data) > most_bytes:
         raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
     return data
 
