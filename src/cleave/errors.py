@@ -48,14 +48,3 @@ class ConnectionLost(CleaveError):
 
 class FleetGoneError(CleaveError):
     pass
-
-
-def in_one_line(text: object) -> str:
-    """Write a library's complaint, or a text from a file, as one short printable line; it may quote anything."""
-    line = " ".join(str(text).split())
-    return "".join(letter if letter.isprintable() else "?" for letter in line[:200])
-
-
-def cause_of(fault: BaseException) -> str:
-    """Say in one line why a library failed."""
-    return in_one_line(fault) or type(fault).__name__

@@ -23,6 +23,7 @@ import json
 import math
 import random
 import re
+import reprlib
 import shutil
 import zlib
 from collections.abc import Callable, Iterator
@@ -38,7 +39,8 @@ from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
 from cleave.disk import open_regular, read_whole, sync
-from cleave.errors import CleaveError, InputError, cause_of, in_one_line
+from cleave.errors import CleaveError, InputError
+from cleave.train.causes import cause_of
 
 _FORMAT: Final = 1
 _NAME: Final = re.compile(r"(?:\.(partial|replaced|removed)-)?step-(\d{6,})")
@@ -184,7 +186,7 @@ class _State(msgspec.Struct):
 def _position(state: dict[str, object], checkpoint: Checkpoint) -> Position:
     if (found := state.get("format")) != _FORMAT:
         raise InputError(
-            f"{checkpoint.path} has format {in_one_line(found)}, and this version of Cleave reads {_FORMAT}; use the "
+            f"{checkpoint.path} has format {reprlib.repr(found)}, and this version of Cleave reads {_FORMAT}; use the "
             "version that wrote it"
         )
     read = msgspec.convert(state, _State)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import re
+import reprlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -17,7 +18,9 @@ from typing import Final
 from transformers import CONFIG_MAPPING
 
 from cleave.disk import read_whole
-from cleave.errors import ModelError, cause_of, in_one_line
+from cleave.errors import ModelError
+from cleave.printable import printable
+from cleave.train.causes import cause_of
 
 _MOST_CONFIG_BYTES: Final = 1 << 24
 _MOST_TEXT_BYTES: Final = 1 << 27
@@ -40,9 +43,9 @@ def check_files(directory: Path) -> None:
     try:
         for entry in directory.iterdir():
             if entry.exists() and not entry.is_file() and not entry.is_dir():
-                raise ModelError(f"{in_one_line(entry)} is a pipe or a device, not a file; remove it")
+                raise ModelError(f"{printable(str(entry))} is a pipe or a device, not a file; remove it")
             if entry.suffix in _TEXTS and entry.is_file() and entry.stat().st_size > _MOST_TEXT_BYTES:
-                raise ModelError(f"{in_one_line(entry)} has more than {_MOST_TEXT_BYTES:,} bytes; check that file")
+                raise ModelError(f"{printable(str(entry))} has more than {_MOST_TEXT_BYTES:,} bytes; check that file")
     except OSError as fault:
         raise ModelError(f"cannot read {directory}: {fault.strerror}; make it readable") from None
     _check_config(directory)
@@ -54,14 +57,16 @@ def check_weights(directory: Path) -> None:
     pickled = sorted(path.name for path in directory.iterdir() if path.suffix in _PICKLES)
     if pickled and not index.exists() and not any(directory.glob("*.safetensors")):
         raise ModelError(
-            f"expected weights as .safetensors in {directory}, got only {in_one_line(pickled[0])}, a format that can "
+            f"expected weights as .safetensors in {directory}, got only {printable(pickled[0])}, a format that can "
             "carry code; convert a model you trust with AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)"
         )
     if index.exists():
         names = _read_object(index, _MOST_TEXT_BYTES).get("weight_map")
         for name in set(names.values() if isinstance(names, dict) else [None]):
             if not isinstance(name, str) or Path(name).name != name or not (directory / name).is_file():
-                raise ModelError(f"{index} names {in_one_line(name)}, which is no file beside it; complete the files")
+                raise ModelError(
+                    f"{index} names {printable(str(name))}, which is no file beside it; complete the files"
+                )
 
 
 def _check_config(directory: Path) -> None:
@@ -75,12 +80,12 @@ def _check_config(directory: Path) -> None:
     for key, value in _fields(config):
         if _COUNTS.search(key) and isinstance(value, int | float) and value > _MOST_PARTS:
             raise ModelError(
-                f"expected {in_one_line(key)} in {directory / 'config.json'} to be at most {_MOST_PARTS:,}, got "
-                f"{value:.3g}; correct that field"
+                f"expected {printable(key)} in {directory / 'config.json'} to be at most {_MOST_PARTS:,}, got "
+                f"{reprlib.repr(value)}; correct that field"
             )
         if key.lstrip("_").startswith(_IMPLEMENTATIONS) and "/" in str(value):
             raise ModelError(
-                f"{directory / 'config.json'} names code to fetch ({in_one_line(key)}), which Cleave never runs; "
+                f"{directory / 'config.json'} names code to fetch ({printable(key)}), which Cleave never runs; "
                 "remove that field"
             )
 
@@ -101,8 +106,7 @@ def _read_object(file: Path, most_bytes: int) -> dict[str, object]:
     try:
         value = json.loads(read_whole(file, most_bytes))
     except (OSError, ValueError, RecursionError) as fault:
-        cause = fault.strerror if isinstance(fault, OSError) and fault.strerror else cause_of(fault)
-        raise ModelError(f"cannot read {file}: {cause}; check that file") from None
+        raise ModelError(f"cannot read {file}: {cause_of(fault)}; check that file") from None
     if not isinstance(value, dict):
         raise ModelError(f"expected an object in {file}, got a {type(value).__name__}; check that file")
     return value

@@ -25,7 +25,8 @@ from transformers.utils import logging as transformers_logging
 
 from cleave import disk, memory
 from cleave.core.model.shapes import PRESET_NAMES, ModelShape, named
-from cleave.errors import ModelError, cause_of
+from cleave.errors import ModelError
+from cleave.train.causes import cause_of
 from cleave.train.model_files import check_files, check_weights
 from cleave.train.tokens import Tokenizer
 
@@ -79,8 +80,9 @@ def build_model(
 
 def load_directory(directory: Path, dtype: Dtype | None = None, dropout: float | None = None) -> PreTrainedModel:
     """Load a model written by `save_pretrained` or a checkpoint, in its own dtype by default."""
-    check_files(directory)
-    check_weights(directory)
+    with _loading(str(directory)):
+        check_files(directory)
+        check_weights(directory)
     torch_dtype = "auto" if dtype is None else TORCH_DTYPES[dtype]
     return _from_pretrained(str(directory), torch_dtype, dropout=dropout, local_files_only=True)
 
@@ -220,7 +222,8 @@ def _load(name: str, dtype: Dtype, dropout: float | None) -> tuple[PreTrainedMod
         files = Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as fault:
         raise ModelError(_unknown_model_message(name, fault)) from None
-    check_files(files)
+    with _loading(name):
+        check_files(files)
     return _from_pretrained(name, TORCH_DTYPES[dtype], dropout=dropout), files
 
 

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.errors import InputError, cause_of
+from cleave.errors import InputError
+from cleave.train.causes import cause_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
