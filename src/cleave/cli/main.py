@@ -13,8 +13,10 @@ from cleave import __version__
 from cleave.cli import completion, fleet, join, plan, runs, token, train
 from cleave.cli.arguments import BAD_INPUT, Parser
 from cleave.errors import CleaveError
+from cleave.printable import printable
 
 _INTERRUPTED = 130
+_LONGEST_MESSAGE = 4000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,7 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except CleaveError as fault:
-        print(f"cleave {options.verb}: {fault}", file=sys.stderr)  # noqa: T201
+        said = printable(str(fault), _LONGEST_MESSAGE)  # it may name a stranger's file, or quote from it
+        print(f"cleave {options.verb}: {said}", file=sys.stderr)  # noqa: T201
         return BAD_INPUT
     except KeyboardInterrupt:
         print(f"cleave {options.verb}: interrupted", file=sys.stderr)  # noqa: T201
