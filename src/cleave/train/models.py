@@ -266,9 +266,9 @@ def _loading(source: str) -> Iterator[None]:
     except (ModelError, KeyboardInterrupt):
         raise
     except BaseException as fault:  # parsers on a stranger's files raise anything, those in Rust no Exception
-        raise ModelError(
-            f"cannot load a causal language model from {source}: {cause_of(fault)}; check its files"
-        ) from fault
+        missing = "it has no weights as .safetensors, the only format that is read"
+        cause = missing if "use_safetensors" in str(fault) else cause_of(fault)
+        raise ModelError(f"cannot load a causal language model from {source}: {cause}; check its files") from fault
 
 
 def _set_dropout(config: Any, probability: float) -> bool:
