@@ -22,6 +22,7 @@ from cleave import settings
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.grain import Grain
 from cleave.core.verify.trust import Level, level_of
+from cleave.disk import read_whole
 from cleave.errors import InputError
 from cleave.settings import Alone, Offload
 
@@ -29,6 +30,9 @@ _LOCAL_DEVICES = 4
 _ALIASES = {"wait": "wait_s", "alone_wait": "alone_wait_s"}
 """Names of options that lack the unit of their field."""
 _MAX_MAGNITUDE = 1e300  # rejects infinities, and integers beyond any float
+_MOST_BYTES = 1 << 16
+_LONGEST_LINE = 1 << 13
+"""Bytes of a line of TOML: the memory for a dotted key grows with its length squared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +195,13 @@ def to_toml(config: TrainConfig) -> str:
 
 def _read(path: Path) -> dict[str, object]:
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        raw = read_whole(path, _MOST_BYTES)
+        if max(map(len, raw.splitlines()), default=0) > _LONGEST_LINE:
+            raise InputError(f"{path} has a line of more than {_LONGEST_LINE:,} bytes; correct the file")
+        return tomllib.loads(raw.decode("utf-8"))
     except OSError as fault:
         raise InputError(f"cannot read {path}: {fault.strerror}; give the path of a run's TOML file") from None
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as fault:
+    except (ValueError, RecursionError) as fault:  # TOML's own errors are ValueErrors, too
         raise InputError(f"expected TOML in {path}, but {fault}; correct the file") from None
 
 
@@ -235,16 +242,26 @@ def _convert(name: str, hint: object, value: object) -> object:
         return value
     if hint is bool and isinstance(value, bool):
         return value
-    if hint is str and isinstance(value, str) and value:
+    if hint is str and isinstance(value, str) and value and value.isprintable():
         return value
-    if hint is Path and isinstance(value, str | Path) and str(value):
+    if hint is Path and isinstance(value, str | Path) and str(value) and "\0" not in str(value):
         return Path(value)
-    expected = {float: "a number", int: "a whole number", bool: "true or false", str: "a string", Path: "a path"}
+    expected = {
+        float: "a number",
+        int: "a whole number",
+        bool: "true or false",
+        str: "a printable string",
+        Path: "a path",
+    }
     return _reject(name, expected[cast("type", hint)], value)
 
 
 def _reject(name: str, expected: str, value: object) -> object:
-    raise InputError(f"expected {name} to be {expected}, got {reprlib.repr(value)}; change this setting")
+    try:
+        got = reprlib.repr(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        got = "a number of thousands of digits"
+    raise InputError(f"expected {name} to be {expected}, got {got}; change this setting")
 
 
 def _check_address(listen: str) -> None:

@@ -1,16 +1,20 @@
-"""Files that survive a killed process, a power failure or a full disk.
+"""Files that survive a killed process, a power failure or a full disk, and files that strangers wrote.
 
 `write_whole` replaces a small file atomically: readers see the old text or the new one. `AppendedFile` grows record by
-record; its writers wait for no full or hung disk. Knows no formats; event logs, settings, keys and curves are written
-through it.
+record; its writers wait for no full or hung disk. Neither writes through a link. `open_regular` and `read_whole` read
+files that may come from anyone: no pipe or device makes them wait, and no size fills the memory. Knows no formats;
+event logs, settings, keys and curves are written through it.
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import shutil
+import stat
 from collections import deque
-from io import FileIO
+from io import BufferedReader, FileIO
 from pathlib import Path
 from typing import Final
 
@@ -20,6 +24,49 @@ _LOG: Final = logging.getLogger(__name__)
 MAX_WAITING: Final = 100_000  # records, of a few hundred bytes each
 _WRITE_S: Final = 0.1
 _CLOSE_S: Final = 5.0
+_NO_FOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)  # Windows has neither
+_NO_WAIT: Final = getattr(os, "O_NONBLOCK", 0)
+_OWN_PIPES: Final = ("/dev/stdin", "/dev/fd/", "/proc/self/fd/")
+
+
+def open_regular(path: Path, *, follow_links: bool = True) -> BufferedReader:
+    """Open a regular file for reading; raise OSError for anything else.
+
+    A named pipe would wait for a writer, and a device may be endless. What the shell hands over, as with `<(command)`,
+    is a pipe too, and is read.
+    """
+    if str(path).startswith(_OWN_PIPES):
+        return path.open("rb")
+    more = _NO_WAIT | (0 if follow_links else _NO_FOLLOW)
+    try:
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | more))  # noqa: SIM115
+    except ValueError:  # Python's own check
+        raise OSError(errno.EINVAL, "a name cannot contain NUL", repr(str(path))) from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    return file
+
+
+def read_whole(path: Path, most_bytes: int, *, follow_links: bool = True) -> bytes:
+    """Read a regular file; raise OSError if it has more than `most_bytes`."""
+    with open_regular(path, follow_links=follow_links) as file:
+        is_larger = os.fstat(file.fileno()).st_size > most_bytes
+        data = b"" if is_larger else file.read(most_bytes + 1)
+    if is_larger or len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"it has more than {most_bytes:,} bytes", str(path))
+    return data
+
+
+def remove(path: Path) -> None:
+    """Remove a file, or a directory with everything in it; of a link, only the link itself."""
+    if path.is_dir() and not path.is_symlink():
+        try:
+            shutil.rmtree(path)
+        except RecursionError:
+            raise OSError(errno.ELOOP, "its directories are nested too deeply", str(path)) from None
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync(path: Path) -> None:
@@ -37,7 +84,9 @@ def write_whole(path: Path, data: bytes) -> None:
     """Replace the file atomically; on failure the previous content stays."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_bytes(data)
+        partial.unlink(missing_ok=True)
+        with partial.open("xb") as file:
+            file.write(data)
         sync(partial)
         partial.replace(path)
     except OSError:
@@ -111,6 +160,9 @@ class AppendedFile:
 
     def _open(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        if self._path.is_symlink() or self._path.is_fifo():
+            # In a directory from a stranger it may lead anywhere, such as to a file that a shell executes.
+            raise OSError(errno.EINVAL, "it is a link or a pipe")
         self._file = self._path.open("ab", buffering=0)
         if self._end and not _ends_with(self._path, self._end):
             self._waiting.appendleft(self._end)

@@ -13,7 +13,7 @@ from typing import Literal
 
 import msgspec
 
-from cleave.disk import MAX_WAITING, AppendedFile
+from cleave.disk import MAX_WAITING, AppendedFile, open_regular
 
 
 def _snake(name: str) -> str:
@@ -289,8 +289,12 @@ class EventLog:
 def read_events(path: Path) -> Iterator[AnyEvent]:
     """Yield the events of a log, skipping lines torn by a crash; a power failure may leave NULs in front of one."""
     decoder = msgspec.json.Decoder(AnyEvent)
-    for line in path.read_bytes().splitlines():
-        try:
-            yield decoder.decode(line.strip(b"\0"))
-        except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
+    with open_regular(path) as file:
+        while line := file.readline(_LONGEST_LINE):
+            try:
+                yield decoder.decode(line.strip(b"\0\r\n"))
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                continue
+
+
+_LONGEST_LINE = 1 << 20

@@ -24,7 +24,7 @@ from typing import Final
 import msgspec
 import psutil
 
-from cleave.disk import write_whole
+from cleave.disk import read_whole, write_whole
 from cleave.errors import InputError
 
 try:
@@ -38,6 +38,7 @@ EVENTS: Final = "events.jsonl"
 _CLAIM: Final = "server.json"
 _locks: Final[dict[Path, int]] = {}
 """Descriptors of the directories this process has locked."""
+_MOST_BYTES: Final = 1 << 16
 _SAME_START_S: Final = 2.0  # the clock may be set while a process runs, which moves its start time a little
 
 
@@ -199,10 +200,12 @@ def running(directory: Path) -> Claim | None:
 
 
 def _read(directory: Path) -> Claim | None:
+    """Read a claim; None if there is none, or none that could be shown to anyone."""
     try:
-        return msgspec.json.decode((directory / _CLAIM).read_bytes(), type=Claim)
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+        found = msgspec.json.decode(read_whole(directory / _CLAIM, _MOST_BYTES), type=Claim)
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+    return found if f"{found.host}{found.url}".isprintable() else None
 
 
 def _lives(holder: Claim) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -19,10 +20,13 @@ from cleave.core.model.grain import Grain
 from cleave.core.model.shapes import ModelShape, from_config, named
 from cleave.core.plan.gemm.product import GemmPlan, Split, plan_gemm
 from cleave.core.plan.step import StepChoice, StepPlan, choose_step, plan_step
+from cleave.disk import read_whole
 from cleave.errors import FleetError, InputError, ModelError
 from cleave.facts import table
 
 _USUAL_SEQUENCE = 1024
+_LEAST, _MOST = 1e-6, 1e21
+_MOST_BYTES = 1 << 26  # a fleet of half a million devices
 
 
 def plan(
@@ -79,20 +83,29 @@ def plan(
 
 
 def load_fleet(path: str | Path) -> Profiles:
-    return read_csv(_read(path, FleetError, "a fleet CSV; draw one with cleave fleet sample"), str(path))
+    """Read a fleet CSV. Numbers that no device has are refused, as plans with them leave the range of floats."""
+    profiles = read_csv(_read(path, FleetError, "a fleet CSV; draw one with cleave fleet sample"), str(path))
+    rates = (profiles.flops_per_s, profiles.down_bytes_per_s, profiles.up_bytes_per_s, profiles.memory_bytes)
+    if min(map(np.min, rates)) < _LEAST or max(map(np.max, (*rates, profiles.latency_s))) > _MOST:
+        raise FleetError(
+            f"expected rates and memory from {_LEAST:g} to {_MOST:g} in {path}, and latencies up to that, got one "
+            "beyond; correct it"
+        )
+    return profiles
 
 
 def load_shape(model: str) -> ModelShape:
     """Load a shape: a preset by name, a Hugging Face config.json, or a folder with one."""
     path = Path(model)
-    if path.is_dir():
-        path = path / "config.json"
-    if not path.is_file() and path.suffix != ".json" and "/" not in model:
-        return named(model)
+    with suppress(OSError):  # a name too long for a path
+        if path.is_dir():
+            path = path / "config.json"
+        if not path.is_file() and path.suffix != ".json" and "/" not in model:
+            return named(model)
     text = _read(path, ModelError, "a Hugging Face config.json")
     try:
         config = json.loads(text)
-    except ValueError as fault:
+    except (ValueError, RecursionError) as fault:
         raise ModelError(f"expected JSON in {path}, but {fault}; check the file") from None
     if not isinstance(config, dict):
         raise ModelError(f"expected a JSON object in {path}, got {type(config).__name__}; give a model's config.json")
@@ -112,7 +125,7 @@ def sample_fleet(mix: str, country: str, seed: int) -> Profiles:
 
 def _read(path: str | Path, error: type[InputError], expected: str) -> str:
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_whole(Path(path), _MOST_BYTES).decode("utf-8")
     except OSError as fault:
         raise error(f"cannot read {path}: {fault.strerror}; give the path of {expected}") from None
     except UnicodeDecodeError:

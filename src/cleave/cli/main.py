@@ -19,6 +19,7 @@ _FAILED = 1
 _INTERRUPTED = 130
 _LONG_RUNNING = {"train", "join"}
 """Verbs that must not wait for whoever reads their output."""
+_LONGEST_MESSAGE = 4000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -45,7 +46,8 @@ def _run(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int:
     try:
         options.run(options)
     except CleaveError as fault:
-        told = [printable(line, len(line)) for line in str(fault).split("\n")]  # may quote a peer or a file
+        # it may name a stranger's file, or quote from it or from a peer
+        told = [printable(line, _LONGEST_MESSAGE) for line in str(fault).split("\n")]
         print(f"cleave {options.verb}:", "\n".join(told), file=sys.stderr)  # noqa: T201
         return BAD_INPUT
     except KeyboardInterrupt:

@@ -6,12 +6,14 @@ reads, which is safe beside a running server. Printing is in `report/runs.py`, r
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Final, Literal
+
+import msgspec
 
 from cleave import events
 from cleave.config import TrainConfig, load_config
@@ -22,6 +24,8 @@ State = Literal["running", "done", "interrupted", "failed"]
 CHECKPOINTS: Final = "checkpoints"
 MODEL: Final = "model"
 CHECKPOINT_NAME: Final = re.compile(r"step-(\d{6,})")
+_LAST_S: Final = 2.5e11  # in the year 9892
+_ABSURD: Final = 1e30
 _STOPPED: Final = frozenset({"interrupted", "stopped"})  # reasons for which a run is no failure
 
 
@@ -166,12 +170,15 @@ def read_run(directory: Path) -> Run:
 
 def size_bytes(path: Path) -> int:
     """Sum the sizes of the files below a path. Does not follow links."""
-    try:
-        if path.is_symlink() or not path.is_dir():
-            return path.lstat().st_size
-        return sum(size_bytes(Path(entry)) for entry in os.scandir(path))
-    except OSError:  # removed meanwhile, as a running server removes old checkpoints
-        return 0
+    total, waiting = 0, [path]
+    while waiting:
+        with suppress(OSError):  # removed meanwhile, as a running server removes old checkpoints
+            found = waiting.pop()
+            if found.is_symlink() or not found.is_dir():
+                total += found.lstat().st_size
+            else:
+                waiting += found.iterdir()
+    return total
 
 
 # ------------------------------------------------------------------------------------------------------ event log
@@ -280,9 +287,16 @@ class _History:
 
 def _events(log: Path) -> Iterable[events.AnyEvent]:
     try:
-        yield from events.read_events(log)
+        yield from filter(_is_plausible, events.read_events(log))
     except OSError as fault:
         raise InputError(f"cannot read {log}: {fault.strerror}; check who may read it") from None
+
+
+def _is_plausible(event: events.AnyEvent) -> bool:
+    """Whether an event's numbers can be added up and shown, and its time is one; a stranger's log may hold anything."""
+    values: tuple[object, ...] = msgspec.structs.astuple(event)
+    numbers = [value for value in values if isinstance(value, int | float)]
+    return 0 <= event.time_s <= _LAST_S and all(abs(number) < _ABSURD for number in numbers)
 
 
 # ---------------------------------------------------------------------------------------------------------- files

@@ -8,11 +8,11 @@ short can be repeated.
 from __future__ import annotations
 
 import re
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from cleave import disk
 from cleave.errors import InputError
 from cleave.events import RunFinished, read_events
 from cleave.run_files import EVENTS, SETTINGS, locked, running
@@ -68,7 +68,7 @@ def remove(removal: Removal) -> list[Path]:
         with locked(removal.run):
             _check_idle(removal.run)
             for path in removal.targets:
-                _remove(path)
+                disk.remove(path)
             for directory in removal.emptied:
                 if directory.is_dir() and not directory.is_symlink() and not any(directory.iterdir()):
                     directory.rmdir()
@@ -100,10 +100,3 @@ def _matching(directory: Path, pattern: re.Pattern[str]) -> list[Path]:
     if directory.is_symlink() or not directory.is_dir():
         return []
     return sorted(path for path in directory.iterdir() if pattern.fullmatch(path.name))
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -10,8 +10,9 @@ A directory of that name is never half-written: files go to a sibling, `.partial
 the sibling is renamed. A directory to be removed is renamed first, to `.replaced-` or `.removed-`. Whenever a process
 is killed, the manifests tell which of these are complete, and the best of those counts.
 
-Nothing is pickled, so opening a stranger's checkpoint runs no code. Works for any torch model and optimizer; knows no
-training loop and no devices.
+Nothing is pickled, so opening a stranger's checkpoint runs no code. Its manifest names only regular files in its own
+directory, and everything read is checked: a checkpoint is restored, or counts as damaged, or is refused with one
+sentence. Works for any torch model and optimizer; knows no training loop and no devices.
 """
 
 from __future__ import annotations
@@ -22,26 +23,31 @@ import json
 import math
 import random
 import re
+import reprlib
 import shutil
 import zlib
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
+import msgspec
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import PretrainedConfig
 
-from cleave.disk import sync
+from cleave.disk import open_regular, read_whole, sync
 from cleave.errors import CleaveError, InputError
+from cleave.train.causes import cause_of
 
 _FORMAT: Final = 1
 _NAME: Final = re.compile(r"(?:\.(partial|replaced|removed)-)?step-(\d{6,})")
 _TRUST: Final = ("removed", "replaced", "partial", None)  # if several of one step are complete, the last kind wins
 _REQUIRED: Final = frozenset({"model.safetensors", "optimizer.safetensors", "optimizer.json", "state.json"})
+_MOST_MANIFEST_BYTES: Final = 1 << 16
+_MOST_JSON_BYTES: Final = 1 << 28  # a loss takes some 20 bytes in state.json, so these are ten million steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +62,16 @@ class RandomState:
         return RandomState(torch_bytes=torch.get_rng_state().numpy().tobytes(), python=random.getstate())
 
     def put_back(self) -> None:
-        torch.set_rng_state(torch.frombuffer(bytearray(self.torch_bytes), dtype=torch.uint8))
+        torch.set_rng_state(self._torch_state())
         random.setstate(self.python)
+
+    def check(self) -> None:
+        """Raise some error unless `put_back` can work."""
+        torch.Generator().set_state(self._torch_state())
+        random.Random().setstate(self.python)
+
+    def _torch_state(self) -> torch.Tensor:
+        return torch.frombuffer(bytearray(self.torch_bytes), dtype=torch.uint8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,9 +154,12 @@ def latest(run: Path, *, before: float = math.inf) -> Checkpoint | None:
 
 
 def remove_after(run: Path, step: int) -> None:
-    """Remove the checkpoints of later steps, newest first."""
-    for found in sorted((entry for entry in _entries(run / "checkpoints") if entry.step > step), reverse=True):
-        shutil.rmtree(found.path) if not found.is_final else _remove(found.path)
+    """Remove the checkpoints of later steps: their manifests first, so that no crash leaves one that counts."""
+    later = [found.path for found in _entries(run / "checkpoints") if found.step > step]
+    for path in later:
+        (path / "manifest.json").unlink(missing_ok=True)
+    for path in later:
+        shutil.rmtree(path)
 
 
 def damaged(run: Path) -> list[Path]:
@@ -154,28 +171,89 @@ def damaged(run: Path) -> list[Path]:
 def restore(checkpoint: Checkpoint, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Position:
     """Restore model and optimizer in place. Random states are returned in the position, for `put_back`."""
     path = checkpoint.path
-    state = _read_json(path / "state.json")
-    if state.get("format") != _FORMAT:
-        found = state.get("format")
-        raise InputError(
-            f"{path} has format {found}, and this version of Cleave reads {_FORMAT}; use the version that wrote it"
-        )
-    _fill(path / "model.safetensors", _unique_tensors(model))
-    with safe_open(path / "optimizer.safetensors", framework="pt") as tensors:
-        tree = _unpack(_read_json(path / "optimizer.json"), tensors.get_tensor)
+    with _reading(path / "state.json") as file:
+        position = _position(_read_json(file), checkpoint)
+    with _reading(path / "model.safetensors") as file:
+        _fill(file, _unique_tensors(model))
+    with _reading(path / "optimizer.json") as file:
+        packed = _read_json(file)
+    with _reading(path / "optimizer.safetensors") as file, safe_open(file, framework="pt") as tensors:
+        tree = _unpack(packed, _each_once(tensors.get_tensor))
     try:
+        _check_state(tree, optimizer)
         optimizer.load_state_dict(tree)
-    except (ValueError, KeyError) as fault:
-        raise InputError(f"the optimizer state in {path} does not match ({fault}); use that run's settings") from None
-    version, numbers, gauss = state["python_random"]
-    return Position(
-        step=state["step"],
-        next_batch=state["next_batch"],
-        losses=tuple(state["losses"]),
-        random_state=RandomState(
-            torch_bytes=base64.b64decode(state["torch_random"]), python=(version, tuple(numbers), gauss)
-        ),
-    )
+    except Exception as fault:  # torch checks little before it uses what it is given
+        advice = "use that run's settings"
+        raise InputError(f"the optimizer state in {path} does not match ({cause_of(fault)}); {advice}") from None
+    return position
+
+
+class _State(msgspec.Struct):
+    """The content of state.json."""
+
+    step: Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+    next_batch: Annotated[int, msgspec.Meta(ge=0, lt=2**40)]
+    losses: tuple[float, ...]
+    torch_random: str
+    python_random: tuple[int, tuple[int, ...], float | None]
+
+
+def _position(state: dict[str, object], checkpoint: Checkpoint) -> Position:
+    if (found := state.get("format")) != _FORMAT:
+        raise InputError(
+            f"{checkpoint.path} has format {reprlib.repr(found)}, and this version of Cleave reads {_FORMAT}; use the "
+            "version that wrote it"
+        )
+    read = msgspec.convert(state, _State)
+    if read.step != checkpoint.step:
+        raise ValueError(f"expected step {checkpoint.step}, got {read.step}")
+    random_state = RandomState(torch_bytes=base64.b64decode(read.torch_random), python=read.python_random)
+    random_state.check()
+    return Position(step=read.step, next_batch=read.next_batch, losses=read.losses, random_state=random_state)
+
+
+def _check_state(tree: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Raise an error unless a state belongs to these parameters. Knows Adam, which the training loop uses."""
+    own = optimizer.state_dict()["param_groups"]
+    if [group["params"] for group in tree["param_groups"]] != [group["params"] for group in own]:
+        raise ValueError("it has other groups of parameters")
+    if not isinstance(optimizer, torch.optim.Adam | torch.optim.AdamW):
+        return
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, state in tree["state"].items():
+        moments = state.keys() - {"step"}
+        if not {"exp_avg", "exp_avg_sq"} <= moments <= {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"}:
+            raise ValueError(f"parameter {index} has {', '.join(map(repr, state))}")
+        if any(state[name].shape != parameters[index].shape for name in moments):
+            raise ValueError(f"the moments of parameter {index} have another shape")
+        if not 0 <= float(state["step"]) < math.inf:
+            raise ValueError(f"parameter {index} is at step {float(state['step'])}")
+
+
+def _each_once(load: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
+    """Load each tensor only once: a tree that names one a million times would fill the memory."""
+    seen: set[str] = set()
+
+    def load_once(name: str) -> torch.Tensor:
+        if name in seen:
+            raise ValueError(f"{name} comes twice")
+        seen.add(name)
+        return load(name)
+
+    return load_once
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[Path]:
+    """Turn whatever a damaged or forged file causes into one sentence about it."""
+    try:
+        yield file
+    except CleaveError:
+        raise
+    except Exception as fault:  # parsers on a stranger's files raise anything
+        raise InputError(
+            f"cannot restore {file}: {cause_of(fault)}; move {file.parent} away to resume from the checkpoint before it"
+        ) from fault
 
 
 # ---------------------------------------------------------------------------------------------------- directories
@@ -277,18 +355,26 @@ def _write_files(directory: Path, model: torch.nn.Module, optimizer: torch.optim
 
 def _is_complete(directory: Path) -> bool:
     try:
-        manifest = _read_json(directory / "manifest.json")
-        return manifest.keys() >= _REQUIRED and all(
-            (directory / name).stat().st_size == size and _checksum(directory / name) == checksum
-            for name, (size, checksum) in manifest.items()
+        manifest = _read_json(directory / "manifest.json", _MOST_MANIFEST_BYTES)
+        most_bytes = shutil.disk_usage(directory).total  # a file with holes may claim any size
+        return (
+            not directory.is_symlink()
+            and manifest.keys() >= _REQUIRED
+            and all(
+                Path(name).name == name
+                and 0 <= size <= most_bytes
+                and (directory / name).lstat().st_size == size
+                and _checksum(directory / name) == checksum
+                for name, (size, checksum) in manifest.items()
+            )
         )
-    except (OSError, ValueError, TypeError, AttributeError):  # a damaged manifest may hold anything
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):  # a damaged manifest may hold anything
         return False
 
 
 def _checksum(file: Path) -> int:
     checksum = 0
-    with file.open("rb") as stream:
+    with open_regular(file, follow_links=False) as stream:
         while piece := stream.read(1 << 20):
             checksum = zlib.crc32(piece, checksum)
     return checksum
@@ -298,8 +384,8 @@ def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value), encoding="utf-8")
 
 
-def _read_json(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
+def _read_json(path: Path, most_bytes: int = _MOST_JSON_BYTES) -> Any:
+    return json.loads(read_whole(path, most_bytes, follow_links=False))
 
 
 # -------------------------------------------------------------------------------------------------------- tensors

@@ -2,42 +2,45 @@
 """The input pipeline: files to documents to batches of tokens.
 
 A batch is a pure function of its index, so the data position of a run is one number. Knows nothing of models, steps or
-devices and needs no torch; `tokens.py` has the tokenizers, and pyarrow is imported only if a parquet file needs it.
+devices and needs no torch; `tokens.py` has the tokenizers, `parquet.py` reads parquet files.
 """
 
 from __future__ import annotations
 
 import codecs
 import json
+import os
 import re
 import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cleave import memory
+from cleave.disk import open_regular
 from cleave.errors import InputError
-from cleave.extras import install_command
+from cleave.train import parquet
 from cleave.train.tokens import Tokenizer, Tokens, token_type
-
-if TYPE_CHECKING:
-    import pyarrow
 
 Ints = NDArray[np.int64]
 
 _TEXT_KEYS: Final = ("text", "content")
 _SNIFFED_BYTES: Final = 1 << 16
-_PARQUET_ROWS: Final = 256
+_LONGEST_LINE: Final = 1 << 26
+"""Bytes of a JSONL line. Nested lists take some twenty times as much memory."""
+_CHECKED_BYTES: Final = 1 << 26
+"""Growth of a corpus between looks at the memory that is left."""
 
 
 def read_documents(path: Path) -> Iterator[str]:
     """Read the documents of a text, JSONL or parquet file, or of all such files in a directory, sorted by name.
 
-    A text file is one document; so is each JSONL line or parquet row. In a directory, hidden and binary files and
-    __pycache__ are skipped.
+    A text file is one document; so is each JSONL line or parquet row. In a directory, hidden and binary files, pipes,
+    devices and __pycache__ are skipped.
     """
     if path.is_dir():
         documents = (text for file in _files_below(path) for text in _documents_of(file, skip_binary=True))
@@ -78,17 +81,22 @@ def _non_blank(documents: Iterable[str], complaint: str) -> Iterator[str]:
 
 
 def _files_below(directory: Path) -> Iterator[Path]:
-    try:
-        entries = sorted(directory.iterdir(), key=lambda entry: entry.name)
-    except OSError as fault:
-        raise InputError(f"cannot read {directory}: {fault.strerror}; make it readable or leave it out") from None
-    for entry in entries:
-        if entry.name.startswith(".") or entry.name == "__pycache__":
-            continue
-        if entry.is_file():
-            yield entry
-        elif entry.is_dir() and not entry.is_symlink():  # links to directories can form cycles
-            yield from _files_below(entry)
+    waiting = [directory]
+    while waiting:
+        path = waiting.pop()
+        try:
+            if not path.is_dir():
+                yield path
+                continue
+            entries = [entry for entry in path.iterdir() if not entry.name.startswith(".")]
+            kept = [entry for entry in entries if entry.name != "__pycache__" and _is_read(entry)]
+        except OSError as fault:
+            raise InputError(f"cannot read {path}: {fault.strerror}; make it readable or leave it out") from None
+        waiting += sorted(kept, key=lambda entry: entry.name, reverse=True)
+
+
+def _is_read(entry: Path) -> bool:
+    return entry.is_file() or (entry.is_dir() and not entry.is_symlink())  # links to directories can form cycles
 
 
 def _documents_of(file: Path, *, skip_binary: bool = False) -> Iterator[str]:
@@ -97,7 +105,7 @@ def _documents_of(file: Path, *, skip_binary: bool = False) -> Iterator[str]:
             case ".jsonl":
                 yield from _jsonl(file)
             case ".parquet":
-                yield from _parquet(file)
+                yield from parquet.texts(file, _TEXT_KEYS)
             case _:
                 text = _text(file)
                 if text is not None:
@@ -110,10 +118,11 @@ def _documents_of(file: Path, *, skip_binary: bool = False) -> Iterator[str]:
 
 def _text(file: Path) -> str | None:
     """Read a text file; None if it is binary, judged by its first bytes so that a large one is not read."""
-    with file.open("rb") as stream:
+    with open_regular(file) as stream:
         raw = stream.read(_SNIFFED_BYTES)
         if b"\0" in raw:
             return None
+        _check_memory(3 * os.fstat(stream.fileno()).st_size, f"the text of {file}")
         try:
             codecs.getincrementaldecoder("utf-8")().decode(raw)
             return (raw + stream.read()).decode("utf-8-sig")
@@ -122,8 +131,13 @@ def _text(file: Path) -> str | None:
 
 
 def _jsonl(file: Path) -> Iterator[str]:
-    with file.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
+    with open_regular(file) as stream:
+        for number, line in enumerate(iter(lambda: stream.readline(_LONGEST_LINE + 1), b""), start=1):
+            if len(line) > _LONGEST_LINE:
+                raise InputError(
+                    f"{file}, line {number}: expected at most {_LONGEST_LINE:,} bytes in a line, but there are more; "
+                    "split that document"
+                )
             line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
             if not line.strip():
                 continue
@@ -150,40 +164,6 @@ def _jsonl(file: Path) -> Iterator[str]:
             )
 
 
-def _parquet(file: Path) -> Iterator[str]:
-    try:
-        import pyarrow as arrow
-        import pyarrow.parquet as parquet
-    except ImportError:
-        advice = install_command("train", "pyarrow")
-        raise InputError(f"{file} needs pyarrow, which is not installed; run {advice}") from None
-    with file.open("rb") as stream:
-        try:
-            table = parquet.ParquetFile(stream)
-            column = _text_column(table.schema_arrow, file)
-            for rows in table.iter_batches(batch_size=_PARQUET_ROWS, columns=[column]):
-                yield from (text for text in rows.column(0).to_pylist() if text is not None)
-        except (arrow.ArrowException, OSError, ValueError):
-            raise InputError(f"{file} is not a valid parquet file; write it again or leave it out") from None
-
-
-def _text_column(schema: pyarrow.Schema, file: Path) -> str:
-    from pyarrow import types
-
-    texts: list[str] = []
-    for field in schema:
-        kind = field.type.value_type if types.is_dictionary(field.type) else field.type
-        if types.is_string(kind) or types.is_large_string(kind):
-            texts.append(field.name)
-    choices = [name for name in _TEXT_KEYS if name in texts] or (texts if len(texts) == 1 else [])
-    if not choices:
-        raise InputError(
-            f"{file}: expected a string column 'text' or 'content', or only one string column, but the string columns "
-            f"are {', '.join(texts) or 'none'}; rename the one to train on"
-        )
-    return choices[0]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Corpus:
     """A text as one read-only array of tokens."""
@@ -202,20 +182,32 @@ class Corpus:
 def open_corpus(documents: Iterable[str], tokenizer: Tokenizer) -> Corpus:
     """Tokenize and join documents, with separators; 2 bytes per token up to a vocabulary of 65,536, else 4.
 
-    One buffer grows in place, so memory holds the tokens once, plus one document.
+    One buffer grows in place, so memory holds the tokens once, plus one document. Raise InputError before it is full.
     """
     kind = token_type(tokenizer.vocab_size)
     separator = kind(tokenizer.separator).tobytes()
     joined = bytearray()
+    checked = 0
     for document in documents:
         tokens = tokenizer.encode(document)
         if tokens.size:
             if joined:
                 joined += separator
             joined += tokens.astype(kind, copy=False).tobytes()
+        if len(joined) - checked > _CHECKED_BYTES:
+            checked = len(joined)
+            _check_memory(checked // 8 + 2 * _CHECKED_BYTES, f"more text after {checked / 1e9:.3g} GB of tokens")
     if not joined:
         raise InputError("the text has no tokens; give another --data")
     return Corpus(tokens=np.frombuffer(joined, dtype=kind))
+
+
+def _check_memory(needed_bytes: int, purpose: str) -> None:
+    free = memory.available_bytes()
+    if needed_bytes > free:
+        raise InputError(
+            f"{purpose} needs {needed_bytes / 1e9:.3g} GB of memory, and {free / 1e9:.3g} GB are free; give less --data"
+        )
 
 
 def split(corpus: Corpus, sequence: int, share: float = 0.05, at_most_sequences: int = 64) -> tuple[Corpus, Corpus]:

@@ -1,29 +1,33 @@
 # pyright: standard
 """Models by name: tiny presets, the named shapes of `core/model/shapes.py`, a directory, or a Hugging Face name.
 
-Presets and named shapes get random weights drawn from the seed; the others bring their own. The result is a plain
-Hugging Face causal language model on the CPU. `export` writes a trained one, `generate_text` samples from it. Knows
-nothing of devices, batches or steps.
+Presets and named shapes get random weights drawn from the seed; the others bring their own, as safetensors. No code
+that a model brings along is ever run, and nobody is asked whether to. The result is a plain Hugging Face causal
+language model on the CPU. `export` writes a trained one, `generate_text` samples from it. Knows nothing of devices,
+batches or steps.
 """
 
 from __future__ import annotations
 
 import difflib
 import reprlib
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import RepositoryNotFoundError
+from torch.nn.modules.module import register_module_module_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from cleave import memory
+from cleave import disk, memory
 from cleave.core.model.shapes import PRESET_NAMES, ModelShape, named
 from cleave.errors import ModelError
+from cleave.train.causes import cause_of
+from cleave.train.model_files import check_files, check_weights
 from cleave.train.tokens import Tokenizer
 
 if TYPE_CHECKING:
@@ -34,6 +38,8 @@ Dtype = Literal["fp32", "bf16"]
 TORCH_DTYPES: Final[dict[Dtype, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _STATES: Final = 4
 """Copies of each parameter while training: its value, its gradient, and AdamW's two moments."""
+_MOST_MODULES: Final = 100_000
+"""Of a model, a hundred times as many as usual: enough to stop a forged config before its modules fill the memory."""
 _TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -64,7 +70,7 @@ def build_model(
         _check_memory(name, config, dtype)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=TORCH_DTYPES[dtype])
+            model = AutoModelForCausalLM.from_config(config, dtype=TORCH_DTYPES[dtype], trust_remote_code=False)
         directory = None
     else:
         model, directory = _load(name, dtype, dropout)
@@ -72,19 +78,23 @@ def build_model(
     return model, directory
 
 
-def load_directory(directory: Path, dtype: Dtype | None = None) -> PreTrainedModel:
+def load_directory(directory: Path, dtype: Dtype | None = None, dropout: float | None = None) -> PreTrainedModel:
     """Load a model written by `save_pretrained` or a checkpoint, in its own dtype by default."""
-    return _from_pretrained(str(directory), "auto" if dtype is None else TORCH_DTYPES[dtype], local_files_only=True)
+    with _loading(str(directory)):
+        check_files(directory)
+        check_weights(directory)
+    torch_dtype = "auto" if dtype is None else TORCH_DTYPES[dtype]
+    return _from_pretrained(str(directory), torch_dtype, dropout=dropout, local_files_only=True)
 
 
 def export(model: PreTrainedModel, tokenizer: Tokenizer, target: Path) -> Path:
     """Write the finished model and its tokenizer, atomically: a crash leaves all or nothing."""
     partial = target.with_name(f".partial-{target.name}")
-    shutil.rmtree(partial, ignore_errors=True)
+    disk.remove(partial)
     model.config.use_cache = True
     model.save_pretrained(partial)
     tokenizer.save(partial)
-    shutil.rmtree(target, ignore_errors=True)
+    disk.remove(target)
     return partial.rename(target)
 
 
@@ -95,8 +105,14 @@ def generate_text(model: PreTrainedModel, tokenizer: Tokenizer, prompt: str, len
     if limit < 1:
         return ""
     settings = GenerationConfig(
-        do_sample=True, temperature=0.8, max_new_tokens=limit, pad_token_id=tokenizer.separator, use_cache=True
+        do_sample=True,
+        temperature=0.8,
+        max_new_tokens=limit,
+        pad_token_id=tokenizer.separator,
+        eos_token_id=getattr(model.generation_config, "eos_token_id", None),
+        use_cache=True,
     )
+    model.generation_config = settings  # what a model brings along may ask for a billion beams
     model.eval()
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
@@ -196,16 +212,27 @@ def _shape_fields(shape: ModelShape) -> Mapping[str, object]:
 
 
 def _load(name: str, dtype: Dtype, dropout: float | None) -> tuple[PreTrainedModel, Path]:
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = _existing_directory(name)
+    if path is not None:
         if not (path / "config.json").is_file():
             raise ModelError(f"{path} has no config.json, so it is not a Hugging Face model directory; correct --model")
-        return _from_pretrained(str(path), TORCH_DTYPES[dtype], dropout=dropout, local_files_only=True), path
+        return load_directory(path, dtype, dropout), path
     try:
-        files = Path(snapshot_download(name, allow_patterns=["config.json", *_TOKENIZER_FILES]))
+        patterns = ["config.json", "adapter_config.json", *_TOKENIZER_FILES]
+        files = Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as fault:
         raise ModelError(_unknown_model_message(name, fault)) from None
+    with _loading(name):
+        check_files(files)
     return _from_pretrained(name, TORCH_DTYPES[dtype], dropout=dropout), files
+
+
+def _existing_directory(name: str) -> Path | None:
+    try:
+        path = Path(name).expanduser()
+        return path if path.is_dir() else None
+    except (OSError, RuntimeError):  # no path at all, or the home of nobody
+        return None
 
 
 def _from_pretrained(
@@ -215,19 +242,32 @@ def _from_pretrained(
     dropout: float | None = None,
     local_files_only: bool = False,
 ) -> PreTrainedModel:
-    try:
-        config = AutoConfig.from_pretrained(source, local_files_only=local_files_only)
+    with _loading(source):
+        config = AutoConfig.from_pretrained(source, local_files_only=local_files_only, trust_remote_code=False)
         if isinstance(dtype, torch.dtype):  # to be trained
             _check_memory(source, config, next(key for key, value in TORCH_DTYPES.items() if value == dtype))
         if dropout is not None and not _set_dropout(config, dropout) and dropout > 0:
             raise ModelError(f"{source} has no dropout to set, but --dropout is {dropout:g}; leave it out")
         return AutoModelForCausalLM.from_pretrained(
-            source, config=config, dtype=dtype, local_files_only=local_files_only
+            source,
+            config=config,
+            dtype=dtype,
+            local_files_only=local_files_only,
+            trust_remote_code=False,
+            use_safetensors=True,
         )
-    except ModelError:
+
+
+@contextmanager
+def _loading(source: str) -> Iterator[None]:
+    """Turn whatever a damaged or forged model causes into one sentence about it."""
+    try:
+        yield
+    except (ModelError, KeyboardInterrupt):
         raise
-    except Exception as fault:  # third-party parsers on third-party files raise anything
-        cause = " ".join(str(fault).split())[:200] or type(fault).__name__
+    except BaseException as fault:  # parsers on a stranger's files raise anything, those in Rust no Exception
+        missing = "it has no weights as .safetensors, the only format that is read"
+        cause = missing if "use_safetensors" in str(fault) else cause_of(fault)
         raise ModelError(f"cannot load a causal language model from {source}: {cause}; check its files") from fault
 
 
@@ -248,9 +288,10 @@ def _check_memory(name: str, config: PreTrainedConfig, dtype: Dtype) -> None:
     """Refuse a model whose training state does not fit into this machine's memory, before it swaps or is killed."""
     if torch.get_default_device().type == "meta":
         return
-    with torch.device("meta"):
-        count = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
-    needed = count * _STATES * TORCH_DTYPES[dtype].itemsize
+    with torch.device("meta"), _few_modules(name):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    count = sum(parameter.numel() for parameter in model.parameters())
+    needed = count * _STATES * TORCH_DTYPES[dtype].itemsize + sum(buffer.nbytes for buffer in model.buffers())
     free = memory.available_bytes()
     if needed > free:
         smaller = ", --dtype bf16 for half of it" if dtype == "fp32" else ""
@@ -259,6 +300,24 @@ def _check_memory(name: str, config: PreTrainedConfig, dtype: Dtype) -> None:
             f"{count / 1e9:.3g} G parameters in {dtype}, and {free / 1e9:.3g} GB are free; choose a smaller model"
             f"{smaller}, or a server with more memory"
         )
+
+
+@contextmanager
+def _few_modules(name: str) -> Iterator[None]:
+    """Raise ModelError once a model under construction has too many modules: even without data they take memory."""
+    modules = 0
+
+    def count(*_: object) -> None:
+        nonlocal modules
+        modules += 1
+        if modules > _MOST_MODULES:
+            raise ModelError(f"{name} has more than {_MOST_MODULES:,} modules; correct its config.json")
+
+    hook = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 def _unknown_model_message(name: str, fault: Exception) -> str:

@@ -39,7 +39,7 @@ def keep_settings(config: TrainConfig, run_directory: Path) -> None:
     path, text = run_directory / "config.toml", to_toml(config).encode()
     try:
         run_directory.mkdir(parents=True, exist_ok=True)
-        if not path.is_file() or path.read_bytes() != text:
+        if not path.is_file() or path.stat().st_size != len(text) or path.read_bytes() != text:
             write_whole(path, text)
     except OSError as fault:
         cause = fault.strerror or fault

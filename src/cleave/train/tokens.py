@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cleave.errors import InputError
+from cleave.train.causes import cause_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -105,14 +106,22 @@ def load_tokenizer(model_directory: Path | None) -> Tokenizer:
 
     advice = "complete its files, or remove them to train on bytes"
     try:
-        loaded = AutoTokenizer.from_pretrained(str(model_directory), local_files_only=True)
-    except Exception as fault:  # third-party parsers on third-party files raise anything
-        cause = " ".join(str(fault).split())[:200] or type(fault).__name__
+        loaded = AutoTokenizer.from_pretrained(str(model_directory), local_files_only=True, trust_remote_code=False)
+        tokenizer = ModelTokenizer(loaded)
+        is_empty = tokenizer.encode("text").size == 0
+    except KeyboardInterrupt:
+        raise
+    except BaseException as fault:  # parsers on a stranger's files raise anything, those in Rust no Exception
+        cause = "it brings its own code, which Cleave never runs" if _is_foreign(fault) else cause_of(fault)
         raise InputError(f"cannot load the tokenizer in {model_directory}: {cause}; {advice}") from fault
-    tokenizer = ModelTokenizer(loaded)
-    if tokenizer.encode("text").size == 0:
+    if is_empty:
         raise InputError(f"the tokenizer in {model_directory} has no vocabulary; {advice}")
     return tokenizer
+
+
+def _is_foreign(fault: BaseException) -> bool:
+    """Whether transformers refused because it was not allowed to run the tokenizer's own code."""
+    return "trust_remote_code" in str(fault)
 
 
 def _pieces(text: str) -> Iterator[str]:

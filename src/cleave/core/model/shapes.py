@@ -170,7 +170,7 @@ def from_config(config: Mapping[str, object], name: str) -> ModelShape:
     shape = ModelShape(
         name=name,
         family=family,
-        layers=fields.size(dialect.layers),
+        layers=fields.size(dialect.layers, most=_MOST_LAYERS),
         hidden=hidden,
         ffn=fields.size(dialect.ffn, absent=ffn_if_absent, null=ffn_if_absent),
         heads=heads,
@@ -257,6 +257,7 @@ def _with_opt_fields(shape: ModelShape, fields: _Fields) -> ModelShape:
 
 
 _LARGEST_SIZE = 2**31 - 1
+_MOST_LAYERS = 1024  # planners list every layer; the deepest published models have some 130
 _EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -277,13 +278,13 @@ class _Fields:
                 return family
         raise self._error("model_type", f"be one of {', '.join(families)}", "use a model of these families")
 
-    def size(self, key: str, *, absent: int | None = None, null: int | None = None) -> int:
+    def size(self, key: str, *, absent: int | None = None, null: int | None = None, most: int = _LARGEST_SIZE) -> int:
         """A positive integer. A missing or null field gets the default given for it; without one it is an error."""
         value = self.values.get(key, absent)
         if value is None and key in self.values and null is not None:
             return null
-        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_SIZE:
-            raise self._error(key, f"be a whole number from 1 to {_LARGEST_SIZE}", "correct that field")
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+            raise self._error(key, f"be a whole number from 1 to {most}", "correct that field")
         return value
 
     def flag(self, key: str, *, absent: bool) -> bool:

@@ -21,17 +21,24 @@ import secrets
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
 from cleave.core.verify.trust import Level
+from cleave.disk import read_whole
 from cleave.errors import InputError
 from cleave.settings import TRUST
 
 FILE = "keys.json"
 
+_MOST_BYTES = 1 << 22
+_MOST_SALTS = 8
+
 Role = Literal["device", "admin"]
+Hexadecimal = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]+$", max_length=128)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=2.5e11)]
+"""Since 1970, up to the year 9892: those that can be shown as a date."""
 
 log = logging.getLogger(__name__)
 
@@ -39,14 +46,14 @@ log = logging.getLogger(__name__)
 class Key(msgspec.Struct, frozen=True, kw_only=True):
     """One token as stored in the file."""
 
-    id: str
+    id: Hexadecimal
     role: Role
-    salt: str
-    """Hexadecimal, the same for all keys of a file, so that a guess is hashed once and compared with each."""
-    hash: str
-    digest: str = ""
+    salt: Hexadecimal
+    """The same for all keys of a file, so that a guess is hashed once and compared with each."""
+    hash: Hexadecimal
+    digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]*$", max_length=128)] = ""
     """SHA-256 of a token that was drawn at random; empty if a person chose it, or an earlier release drew it."""
-    created_s: float
+    created_s: Seconds
     revoked_s: float | None = None
     trust: Level = TRUST
     """How far devices are trusted that join with it."""
@@ -237,14 +244,16 @@ class Keys:
                 raise InputError(f"expected the keys of this run in {self._path}, but the file is gone; put it back")
             return
         try:
-            keys = msgspec.json.decode(self._path.read_bytes(), type=list[Key])
+            keys = msgspec.json.decode(read_whole(self._path, _MOST_BYTES), type=list[Key])
         except OSError as fault:
             raise InputError(f"cannot read {self._path}: {fault.strerror}; make it readable") from None
-        except msgspec.DecodeError as fault:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as fault:
             raise InputError(
                 f"expected the keys of a run in {self._path}, but {fault}; restore the file, or delete it to start "
                 "over with cleave token add"
             ) from None
+        if len({key.salt for key in keys}) > _MOST_SALTS:  # each costs every guess a slow hash
+            raise InputError(f"expected one salt for all keys in {self._path}, got many; restore the file")
         self._keep({key.id: key for key in keys})
         self._seen = seen
 
