@@ -112,10 +112,12 @@ class OverheardChannel(LyingChannel):
 # ------------------------------------------------------------------------------------------------ a pass
 
 
-async def go(world: World, *, has_head: bool = True, seed: int = 0) -> tuple[Matrix, Gradients]:
+async def go(
+    world: World, *, has_head: bool = True, seed: int = 0, sequences: int = SEQUENCES
+) -> tuple[Matrix, Gradients]:
     """Run a batch forward and back; without a head, from a random gradient."""
     model = decoder(has_head=has_head)
-    batch = model.batch(world.cluster, seed=seed, sequences=SEQUENCES, sequence=SEQUENCE)
+    batch = model.batch(world.cluster, seed=seed, sequences=sequences, sequence=SEQUENCE)
     running = world.cluster.run(model.decoder, batch)
     outputs = await asyncio.wrap_future(running.outputs)
     dy = None
