@@ -19,9 +19,10 @@ def main() -> None:
     options = parser.parse_args()
 
     # A token lets devices in. With tls=True the server makes a certificate, and the join command carries its
-    # fingerprint, so that the device knows it talks to this server and to nobody in between.
+    # fingerprint, so that the device knows it talks to this server and to nobody in between. trust="own" says that both
+    # machines are yours; leave it out for others, whose work on resident layers is then recomputed here.
     token = secrets.token_urlsafe(16)
-    with cleave.Fleet.serve(options.listen, token=token, tls=True) as fleet:
+    with cleave.Fleet.serve(options.listen, token=token, tls=True, trust="own") as fleet:
         print("on the other machine, run:", fleet.join_command, flush=True)
         fleet.wait(1, timeout_s=3600)
 
