@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.server.resident.test_audits import LAYOUTS, Watched, go
 from tests.support import virtual
 from tests.support.in_process import ROOMY, InProcess
+from tests.support.plans import arranged
 from tests.support.runs import TEXT, train
 
 from cleave import Fleet, distribute, events
@@ -42,7 +43,6 @@ from cleave.transport.lying import Lie
 STEPS = 120
 HONEST = 2 * PROBATION
 """Steps before the first lie."""
-DEVICES = 3
 
 Make = Callable[[], list[Lie]]
 EVERYTHING = ("product", "forward", "backward", "collect")
@@ -112,7 +112,8 @@ def _train(
         lie.is_on = False
     draw = np.random.default_rng(seed).random
     told = dict(enumerate(lies))
-    with InProcess([ROOMY] * DEVICES, trust=trust, lies=told, draw=draw, listener=act) as fleet:
+    arrange = arranged([(2, [["d0"]]), (3, [["d1"]])], chunk=32)  # the third device takes over from liars
+    with InProcess([ROOMY] * 3, arrange=arrange, trust=trust, lies=told, draw=draw, listener=act) as fleet:
         summary = train(
             config,
             directory,

@@ -5,22 +5,28 @@ Real training runs on real workers in this process; only the draws that sample a
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from tests.support.in_process import ROOMY, InProcess
+from tests.support.plans import arranged
 from tests.support.runs import TEXT, train
 
 from cleave.config import TrainConfig
 from cleave.core.model.grain import Grain
 from cleave.core.verify.trust import PROBATION, Level
-from cleave.events import AnyEvent, ResultRefused, RolledBack, StepDone
+from cleave.events import AnyEvent, Event, ResultRefused, RolledBack, StepDone
 from cleave.train.loop import Summary
 from cleave.train.offload.distribute import distribute
-from cleave.transport.lying import Lie
+from cleave.transport.lying import Lie, Manner
 
+Told = TypeVar("Told", bound=Event)
+LAYOUT = [(2, [["d0"]]), (3, [["d1"]])]
+"""The liars have work at any speed; the third device takes over from them."""
 STEPS = 12
 UNCHECKED_AFTER = PROBATION + 1
 """Step after which proven devices go unchecked: the one in which that was first possible, and its state was kept."""
@@ -52,6 +58,10 @@ def plain(config: TrainConfig, tmp_path: Path) -> Summary:
     return train(config, tmp_path / "plain")
 
 
+class Killed(Exception):
+    pass
+
+
 class Sample:
     """Audits nothing of proven devices until told to."""
 
@@ -63,7 +73,15 @@ class Sample:
 
 
 def train_on(
-    config: TrainConfig, directory: Path, *, trust: Level, grain: Grain, lies: dict[int, Lie], begin_after: int = 0
+    config: TrainConfig,
+    directory: Path,
+    *,
+    trust: Level,
+    grain: Grain,
+    lies: dict[int, Lie],
+    begin_after: int = 0,
+    resume: bool = False,
+    killed_after: int = STEPS + 1,
 ) -> tuple[Summary, list[AnyEvent]]:
     """Train on three devices that begin to lie after a step; the sample finds everything from CAUGHT_AT on."""
     seen: list[AnyEvent] = []
@@ -74,10 +92,14 @@ def train_on(
     def act(event: AnyEvent) -> None:
         if isinstance(event, StepDone):
             sample.finds |= event.step == CAUGHT_AT - 1
+            if event.step == killed_after:
+                raise Killed
             for lie in lies.values():
                 lie.is_on |= event.step >= begin_after
 
-    with InProcess([ROOMY] * 3, trust=trust, lies=lies, draw=sample, listener=seen.append) as fleet:
+    with InProcess(
+        [ROOMY] * 3, arrange=arranged(LAYOUT, chunk=32), trust=trust, lies=lies, draw=sample, listener=seen.append
+    ) as fleet:
         summary = train(
             config,
             directory,
@@ -86,12 +108,13 @@ def train_on(
             ),
             events=seen,
             act=act,
+            resume=resume,
             watching=fleet.cluster.vouching,
         )
     return summary, seen
 
 
-def told(events: list[AnyEvent], kind: type) -> Iterator:
+def told(events: list[AnyEvent], kind: type[Told]) -> Iterator[Told]:
     return (event for event in events if isinstance(event, kind))
 
 
@@ -117,11 +140,12 @@ def test_of_strangers_no_lie_counts(lies: str, config: TrainConfig, plain: Summa
 
 
 @pytest.mark.parametrize("manner", ["flipped", "scaled", "one row"])
-def test_no_lie_counts_in_products(manner: str, config: TrainConfig, plain: Summary, tmp_path: Path) -> None:
-    lie = Lie(("product",), manner, factor=0.999, skip=20, every=10)  # pyright: ignore[reportArgumentType]
-    summary, events = train_on(config, tmp_path / "run", trust="own", grain="gemm", lies={0: lie})
-    assert lie.told
-    assert {event.device for event in told(events, ResultRefused)} == {"d0"}
+def test_no_lie_counts_in_products(manner: Manner, config: TrainConfig, plain: Summary, tmp_path: Path) -> None:
+    lies = {number: Lie(("product",), manner, factor=0.999, skip=5, every=10, most=2) for number in range(2)}
+    summary, events = train_on(config, tmp_path / "run", trust="own", grain="gemm", lies=lies)
+    wrong = Counter(event.device for event in told(events, ResultRefused))
+    assert wrong.total()
+    assert wrong == Counter({f"d{number}": lie.told for number, lie in lies.items() if lie.told})
     assert summary.losses == pytest.approx(plain.losses, abs=1e-4)
 
 
@@ -141,3 +165,30 @@ def test_what_a_known_device_did_unchecked_is_undone_when_it_is_found_wrong(
     assert summary.evaluation_loss == pytest.approx(plain.evaluation_loss, abs=1e-4)
     kept = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert kept == [f"step-{STEPS:06d}"], "neither states with lies nor restore points that nobody needs"
+
+
+def test_a_resumed_run_undoes_what_was_unchecked_before(config: TrainConfig, plain: Summary, tmp_path: Path) -> None:
+    lie = Lie(("collect",), "flipped")
+    first = replace(config, save_every=1, keep=1)
+    with pytest.raises(Killed):
+        train_on(
+            first,
+            tmp_path / "run",
+            trust="known",
+            grain="resident",
+            lies={0: lie},
+            begin_after=UNCHECKED_AFTER,
+            killed_after=CAUGHT_AT - 2,
+        )
+    assert lie.told
+    summary, seen = train_on(
+        config,
+        tmp_path / "run",
+        trust="stranger",
+        grain="resident",
+        lies={0: Lie(("collect",), "flipped")},
+        resume=True,
+    )
+    back = next(told(seen, RolledBack))
+    assert back.step == UNCHECKED_AFTER
+    assert summary.losses == pytest.approx(plain.losses, abs=1e-4)

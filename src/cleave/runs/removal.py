@@ -24,7 +24,7 @@ _EXPORTED: Final = re.compile(
     r"(model.*\.safetensors(\.index\.json)?|config\.json|generation_config\.json|tokenizer.*|special_tokens_map\.json"
     r"|added_tokens\.json|vocab\..*|merges\.txt|.*\.model|chat_template\.jinja)"
 )
-_PARTS: Final = (f".partial-{MODEL}", "keys.json", "tls.pem", "server.json")
+_PARTS: Final = (f".partial-{MODEL}", "keys.json", "tls.pem", "trust.json", "server.json")
 _LAST: Final = (EVENTS, SETTINGS)
 
 

@@ -95,3 +95,21 @@ def test_restore_points_are_few_however_many_tokens_there_are() -> None:
     record.used_unchecked("token 49")
     record.convict("token 49", "phone")
     assert record.doubt == Doubt(60, "phone")
+
+
+def test_a_restart_helps_no_liar() -> None:
+    record = vouching()
+    for step, key in ((2, "ann"), (7, "bob"), (20, "cid")):
+        record.may_go_unchecked(key)
+        record.keep_restore_point(step)
+        record.begin_step(step + 1)
+        record.used_unchecked(key)
+    record.convict("eve", "phone")
+    later = vouching()
+    later.recall(record.record, 10)  # the last checkpoint: steps after it are lost
+    assert later.is_convicted("eve")
+    assert later.restore_points == {2, 7}
+    later.convict("cid", "tablet")
+    assert later.doubt is None
+    later.convict("ann", "laptop")
+    assert later.doubt == Doubt(3, "laptop")

@@ -10,11 +10,22 @@ Keys are ids of tokens. Steps are counted from 1; a restore point is the number 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 _MOST_RESTORE_POINTS: Final = 4
 """Beyond this many, tokens share the newest one: each costs a checkpoint on disk."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """What must outlive the server's process. All by key."""
+
+    convicted: frozenset[str] = frozenset()
+    since: dict[str, int] = field(default_factory=lambda: dict[str, int]())
+    """First step that used unchecked work."""
+    points: dict[str, int] = field(default_factory=lambda: dict[str, int]())
+    """Restore point from before that step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +75,15 @@ class Vouching:
             self.doubt = Doubt(since, device)
 
     # -------------------------------------------------------------------------------------------- asked by training
+
+    @property
+    def record(self) -> Record:
+        return Record(convicted=frozenset(self._convicted), since=dict(self._since), points=dict(self._points))
+
+    def recall(self, record: Record, step: int) -> None:
+        """Take over the record of an earlier process; training continues after this step."""
+        self._convicted, self._since, self._points = set(record.convicted), dict(record.since), dict(record.points)
+        self.went_back(step)
 
     def begin_step(self, step: int) -> None:
         self._step = step
