@@ -68,7 +68,7 @@ class Fleet:
         return run
 
     def resident(self, decoder: Decoder, batch: Batch[Tensor]) -> ResidentRun:
-        roster, totals = self.driver.engine.roster, AuditTotals()
+        engine = self.driver.engine
         run = ResidentRun(
             decoder,
             batch,
@@ -78,7 +78,13 @@ class Fleet:
             operands=self.operands,
             ids=self.ids,
             fleet=self.view,
-            audits=Audits("none", can_replay=False, draw=lambda: 1.0, roster=roster, totals=totals),
+            audits=Audits(
+                can_replay=False,
+                draw=lambda: 1.0,
+                roster=engine.roster,
+                vouching=engine.vouching,
+                totals=AuditTotals(),
+            ),
             post=self.driver.post,
         )
         self.driver.submit(run)

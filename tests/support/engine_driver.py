@@ -75,12 +75,16 @@ class NoNumbers:
     """Placeholder results for a run without numbers."""
 
     outputs: list[object]
+    is_plausible = True
 
     def __init__(self) -> None:
         self.outputs = []
 
     def check(self, task: Task, part: Rectangle, payload: object, *, is_strict: bool) -> object:
         return None
+
+    def begin(self, *, takes_anything: bool) -> None:
+        pass
 
     def keep(self, item: object) -> None:
         pass
