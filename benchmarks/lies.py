@@ -40,7 +40,7 @@ from cleave.train.models import build_model
 from cleave.train.offload.distribute import distribute as send
 from cleave.transport.lying import Lie
 
-STEPS = 120
+STEPS: dict[Grain, int] = {"resident": 80, "gemm": 20}
 HONEST = 2 * PROBATION
 """Steps before the first lie."""
 
@@ -70,13 +70,13 @@ SETTINGS: list[tuple[Grain, Level]] = [
 """Products are checked at every level alike."""
 
 
-def _config(directory: Path) -> TrainConfig:
+def _config(directory: Path, steps: int) -> TrainConfig:
     data = directory / "text.txt"
     data.write_text(TEXT)
     return TrainConfig(
         model="tiny-llama",
         data=data,
-        steps=STEPS,
+        steps=steps,
         sequence=32,
         batch=4,
         warmup_steps=2,
@@ -130,8 +130,8 @@ def _train(
 def lies(seed: int) -> None:
     with tempfile.TemporaryDirectory() as name:
         here = Path(name)
-        config = _config(here)
-        plain = train(config, here / "plain")
+        configs = {grain: _config(here, steps) for grain, steps in STEPS.items()}
+        plain = {grain: train(config, here / f"plain-{grain}") for grain, config in configs.items()}
         print("| manner | grain | trust | lies told | caught after (steps) | steps undone | largest loss difference |")
         print("|---|---|---|---|---|---|---|")
         for number, (manner, make) in enumerate({"none": list[Lie], **MANNERS}.items()):
@@ -139,8 +139,10 @@ def lies(seed: int) -> None:
                 made = make()
                 if grain == "gemm" and made and "product" not in made[0].kinds:
                     continue
-                summary, caught, undone = _train(config, here / f"{number}-{grain}-{trust}", grain, trust, made, seed)
-                off = max(abs(ours - theirs) for ours, theirs in zip(summary.losses, plain.losses, strict=True))
+                directory = here / f"{number}-{grain}-{trust}"
+                summary, caught, undone = _train(configs[grain], directory, grain, trust, made, seed)
+                both = zip(summary.losses, plain[grain].losses, strict=True)
+                off = max(abs(ours - theirs) for ours, theirs in both)
                 told = sum(lie.told for lie in made)
                 when = "-" if not made else "never" if caught is None else str(caught)
                 print(f"| {manner} | {grain} | {trust} | {told} | {when} | {undone} | {off:.1e} |", flush=True)

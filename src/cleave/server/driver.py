@@ -302,7 +302,7 @@ class Driver:
         member, now = connection.member, self._loop.time()
         is_fault = is_fault or self._engine.ledger.waited_s(connection.device, now) > _NOTICED_S
         with self._lock:
-            is_bad = member.has_stalled or (is_fault and not member.has_helped)
+            is_bad = member.was_bad or (is_fault and not member.has_helped)
             self._engine.roster.end_stay(connection.device, now, is_bad=is_bad)
 
     def _remove(self, connection: Connection, reason: str) -> None:

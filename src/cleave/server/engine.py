@@ -279,7 +279,7 @@ class Engine:
             self._end_stalled(member, f"stalled {member.stalls} times, the last: {reason}")
 
     def _end_stalled(self, member: Member, reason: str) -> None:
-        member.has_stalled = True
+        member.was_bad = True
         self._actions.append(Disconnect(DeviceId(member.name), reason, rejoin=True))
 
     def _leave(self, device: DeviceId) -> None:
@@ -382,4 +382,5 @@ class Engine:
                 if member.key is not None:
                     self.vouching.convict(member.key, device)
                 if is_here:
+                    member.was_bad = True
                     self._actions.append(Disconnect(device, "quarantined: its results were wrong", rejoin=False))

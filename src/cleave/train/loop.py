@@ -258,6 +258,8 @@ class _Trainer:
             self._goes_back()
         except CleaveError:  # without a state to go back to, none is worth saving
             return None
+        finally:
+            self._undo.remember()
         return None if self._updating else self._position
 
     def _goes_back(self) -> bool:

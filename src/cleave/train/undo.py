@@ -55,7 +55,7 @@ class Undo:
             with self._watching() as vouching:
                 vouching.keep_restore_point(position.step)
                 self._saver.spared = vouching.restore_points
-        self._remember()
+        self.remember()
 
     def go_back(self, position: Position) -> Position | None:
         """Restore the last state without unchecked work of a device found wrong; None if no step is in doubt."""
@@ -74,11 +74,11 @@ class Undo:
         with self._watching() as vouching:
             vouching.went_back(found.step)
             self._saver.spared = vouching.restore_points
-        self._remember()
+        self.remember()
         self._observe(RolledBack(device=doubt.device, from_step=position.step, step=found.step))
         return restored
 
-    def _remember(self) -> None:
+    def remember(self) -> None:
         """Write down what changed; a full disk is no reason to stop, and the next step tries again."""
         with self._watching() as vouching:
             record = vouching.record

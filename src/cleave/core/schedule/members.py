@@ -142,8 +142,8 @@ class Member:
     """Whether the device returned a correct result during this connection."""
     stalls: int = 0
     """Times that the others had to do without what the device owed; every _CLEARED_BY tasks clear one."""
-    has_stalled: bool = False
-    """Whether the connection is to end because the device stalled."""
+    was_bad: bool = False
+    """Whether the connection is to end because the device stalled or lied, however much it helped."""
     idle_reason: str = ""
     """Why the device has no work; empty while it has some."""
     tasks_before: int = 0
