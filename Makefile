@@ -6,7 +6,7 @@ BIN := .venv/bin
 # seconds for each target of `make fuzz`
 FUZZ_S ?= 60
 
-.PHONY: demo test test-all check lint types bench bench-server bench-live bench-faults bench-step-planner bench-resident fuzz docs dist clean
+.PHONY: demo test test-all check lint types bench bench-server bench-live bench-faults bench-trust bench-step-planner bench-resident fuzz docs dist clean
 
 demo: .venv/ready
 	$(BIN)/cleave train
@@ -45,6 +45,10 @@ fuzz: .venv/ready
 
 bench-resident: .venv/ready
 	for script in home resident_bytes departure; do $(BIN)/python benchmarks/$$script.py || exit 1; echo; done
+
+bench-trust: .venv/ready
+	for options in "" --honest --cost; do $(BIN)/python benchmarks/lies.py $$options || exit 1; echo; done
+	for script in stalls abuse; do $(BIN)/python benchmarks/$$script.py || exit 1; echo; done
 
 bench-faults: .venv/ready
 	$(BIN)/python benchmarks/run.py benchmarks/scenarios/verify.toml

@@ -140,7 +140,7 @@ def lies(seed: int) -> None:
                 if grain == "gemm" and made and "product" not in made[0].kinds:
                     continue
                 directory = here / f"{number}-{grain}-{trust}"
-                summary, caught, undone = _train(configs[grain], directory, grain, trust, made, seed)
+                summary, caught, undone = _train(configs[grain], directory, grain, trust, made, seed + number)
                 both = zip(summary.losses, plain[grain].losses, strict=True)
                 off = max(abs(ours - theirs) for ours, theirs in both)
                 told = sum(lie.told for lie in made)

@@ -79,10 +79,11 @@ def train_on(
     grain: Grain,
     lies: dict[int, Lie],
     begin_after: int = 0,
+    caught_at: int = CAUGHT_AT,
     resume: bool = False,
     killed_after: int = STEPS + 1,
 ) -> tuple[Summary, list[AnyEvent]]:
-    """Train on three devices that begin to lie after a step; the sample finds everything from CAUGHT_AT on."""
+    """Train on three devices that begin to lie after a step; the sample finds everything from `caught_at` on."""
     seen: list[AnyEvent] = []
     sample = Sample()
     for lie in lies.values():
@@ -90,7 +91,7 @@ def train_on(
 
     def act(event: AnyEvent) -> None:
         if isinstance(event, StepDone):
-            sample.finds |= event.step == CAUGHT_AT - 1
+            sample.finds |= event.step == caught_at - 1
             if event.step == killed_after:
                 raise Killed
             for lie in lies.values():
@@ -190,4 +191,21 @@ def test_a_resumed_run_undoes_what_was_unchecked_before(config: TrainConfig, pla
     )
     back = next(told(seen, RolledBack))
     assert back.step == UNCHECKED_AFTER
+    assert summary.losses == pytest.approx(plain.losses, abs=1e-4)
+
+
+def test_whoever_lies_all_the_time_is_found_in_the_last_step_at_the_latest(
+    config: TrainConfig, plain: Summary, tmp_path: Path
+) -> None:
+    summary, seen = train_on(
+        replace(config, save_every=2, keep=1),
+        tmp_path / "run",
+        trust="known",
+        grain="resident",
+        lies={0: Lie(("collect",), "flipped")},
+        begin_after=UNCHECKED_AFTER,
+        caught_at=STEPS + 1,
+    )
+    back = next(told(seen, RolledBack))
+    assert (back.step, back.from_step) == (UNCHECKED_AFTER, STEPS)
     assert summary.losses == pytest.approx(plain.losses, abs=1e-4)

@@ -279,7 +279,7 @@ class _Trainer:
         """Run one update from the mean gradient of its micro-batches."""
         config, before, start_s = self._config, self._traffic(), self._clock()
         step, first = self._position.step + 1, self._position.next_batch
-        self._undo.begin_step(step)
+        self._undo.begin_step(step, is_last=step == config.steps)
         batches = [self._batches.batch(index) for index in range(first, first + config.accumulate)]
         self._optimizer.zero_grad(set_to_none=True)
         rate = learning_rate(config, step)

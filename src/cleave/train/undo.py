@@ -39,13 +39,13 @@ class Undo:
         self._known = self._recalled = _read(self._path)
         self._is_begun = False
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, *, is_last: bool) -> None:
         with self._watching() as vouching:
             if not self._is_begun:  # devices join only now
                 vouching.can_go_back = self._is_begun = True
                 vouching.recall(self._recalled, step - 1)
                 self._saver.spared = vouching.restore_points
-            vouching.begin_step(step)
+            vouching.begin_step(step, is_last=is_last)
 
     def after_step(self, position: Position) -> None:
         """Save a restore point if some device is audited only for lack of it."""
@@ -82,7 +82,7 @@ class Undo:
         """Write down what changed; a full disk is no reason to stop, and the next step tries again."""
         with self._watching() as vouching:
             record = vouching.record
-        if record != self._known:
+        if self._is_begun and record != self._known:
             try:
                 write_whole(self._path, msgspec.json.encode(record) + b"\n")
                 self._known = record

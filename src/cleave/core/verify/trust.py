@@ -26,7 +26,7 @@ RIGHTS_PER_WRONG: Final = 200
 WRONGS_TO_QUARANTINE: Final = 3
 PROBATION: Final = 3
 """Accounts of a known device that must pass before only a sample of them is audited."""
-SAMPLED_PER_PASS: Final = 0.1
+SAMPLED_PER_PASS: Final = 0.2
 """Accounts of proven devices audited per pass, on average: the cost does not grow with the fleet."""
 
 

@@ -41,6 +41,8 @@ class Vouching:
         self.can_go_back = False
         """Whether the training loop keeps restore points; if not, nothing can be undone, and no doubt is raised."""
         self._step = 0
+        self.is_last_step = False
+        """Everything but work of the owner's machines is audited then: who lies all the time is found at last."""
         self._since: dict[str, int] = {}
         """First step that used unchecked work, by key."""
         self._points: dict[str, int] = {}
@@ -85,8 +87,8 @@ class Vouching:
         self._convicted, self._since, self._points = set(record.convicted), dict(record.since), dict(record.points)
         self.went_back(step)
 
-    def begin_step(self, step: int) -> None:
-        self._step = step
+    def begin_step(self, step: int, *, is_last: bool = False) -> None:
+        self._step, self.is_last_step = step, is_last
 
     @property
     def wants_restore_point(self) -> bool:

@@ -146,7 +146,7 @@ class Audits:
         member = self._roster.members.get(account.device)
         if not self.can_replay or member is None or member.key is None:  # no key: the server itself
             return False
-        if self.covers_all or is_barred:
+        if self.covers_all or is_barred or (self._vouching.is_last_step and member.level != "own"):
             return True
         share = audited_share(member.level, member.trust, direction, len(self._roster.members))
         if 0 < share < 1 and not self._vouching.may_go_unchecked(member.key):
