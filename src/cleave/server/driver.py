@@ -31,7 +31,7 @@ from cleave.core.schedule.tasks import (
 from cleave.errors import CleaveError, ConnectionLost
 from cleave.protocol.numbers import Codec
 from cleave.server.admission.doorkeeper import Doorkeeper
-from cleave.server.admission.handshake import joined, welcome
+from cleave.server.admission.handshake import ProbeBudget, joined, welcome
 from cleave.server.admission.tokens import Keys
 from cleave.server.connection import Connection, Disconnected
 from cleave.server.contract import (
@@ -110,6 +110,7 @@ class Driver:
         self._is_draining = False
         self._ticking: asyncio.TimerHandle | None = None
         self._connections: dict[DeviceId, Connection] = {}
+        self._probes = ProbeBudget()
         self._goodbye: tuple[str, bool] | None = None
         self._gone_down = self._gone_up = 0
         self._idle_reason = ""
@@ -256,7 +257,7 @@ class Driver:
         connection: Connection | None = None
         reason, rejoin, is_fault = "the connection closed", True, False
         try:
-            member = await welcome(channel, self._engine.roster, self.doorkeeper, self._lock, own)
+            member = await welcome(channel, self._engine.roster, self.doorkeeper, self._probes, self._lock, own)
             if member is not None:
                 connection = Connection(
                     channel,

@@ -19,7 +19,9 @@ from cleave.server.admission.gate import group_of
 from cleave.transport.base import Channel, Received
 
 _PROBES = 3
-_PROBE_BYTES = 1 << 20
+_SMALL_PROBE, _LARGE_PROBE = 256 << 10, 4 << 20
+_PROBES_AT_ONCE, _PROBES_PER_S = 16.0, 0.5
+"""Large probes that newcomers may get: in a burst, and in the long run."""
 _LEAST_FLOPS_PER_S = 1e3
 _PAYLOAD_BYTES = 16 << 20
 """Largest payload a device may announce, which bounds the memory of its connection."""
@@ -28,8 +30,32 @@ _QUARANTINED = "this device is in quarantine because its results were wrong; che
 log = logging.getLogger(__name__)
 
 
+class ProbeBudget:
+    """Bound what measuring links costs, however many devices come and go: most get a small probe then.
+
+    It takes a large one to measure a fast link. Where there was none, work soon corrects the guess.
+    """
+
+    def __init__(self) -> None:
+        self._left, self._at_s = _PROBES_AT_ONCE, 0.0
+
+    def take(self, now_s: float) -> int:
+        """Return the most bytes to send a newcomer at once."""
+        self._left = min(_PROBES_AT_ONCE, self._left + (now_s - self._at_s) * _PROBES_PER_S)
+        self._at_s = now_s
+        if self._left < 1:
+            return _SMALL_PROBE
+        self._left -= 1
+        return _LARGE_PROBE
+
+
 async def welcome(
-    channel: Channel, roster: Roster, doorkeeper: Doorkeeper, lock: AbstractContextManager[object], own: str = ""
+    channel: Channel,
+    roster: Roster,
+    doorkeeper: Doorkeeper,
+    probes: ProbeBudget,
+    lock: AbstractContextManager[object],
+    own: str = "",
 ) -> Member | None:
     """Add a device to the roster, under `lock`; return None if it was refused. `own` names the server's own device.
 
@@ -57,7 +83,7 @@ async def welcome(
                 return None
             channel.allow(_PAYLOAD_BYTES)
             await channel.send(messages.Welcome(version=messages.VERSION, name=name))
-            latency_s, down, up = await _probe(channel)
+            latency_s, down, up = await _probe(channel, probes.take(asyncio.get_running_loop().time()))
             with lock:
                 return roster.add(
                     name=name,
@@ -101,7 +127,7 @@ def _objection(hello: messages.Hello, *, is_known: bool) -> str:
     return ""
 
 
-async def _probe(channel: Channel) -> tuple[float, float, float]:
+async def _probe(channel: Channel, most_bytes: int) -> tuple[float, float, float]:
     """Measure latency in seconds, and bytes per second down and up, with a few small exchanges."""
     latency_s, down, up = float("inf"), 0.0, 0.0
     for _ in range(_PROBES):
@@ -119,7 +145,7 @@ async def _probe(channel: Channel) -> tuple[float, float, float]:
         up_s = max(answer.link_s, 1e-7)
         down_s = max(min(took_s, max(answer.message.down_s, 0.0)), took_s - up_s, 1e-7)
         down, up = size / down_s, size / 4 / up_s
-        if took_s > 0.05 or size >= 4 * _PROBE_BYTES:
+        if took_s > 0.05 or size >= most_bytes:
             return latency_s, min(down, 20e9), min(up, 20e9)
         size *= 4
 
