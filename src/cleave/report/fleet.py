@@ -19,6 +19,9 @@ _LABELS = {
     "up_bytes_per_s": ("up", "bit/s"),
     "latency_s": ("latency", "s"),
     "memory_bytes": ("usable memory", "B"),
+    "task_s": ("fixed cost of a task", "s"),
+    "byte_s": ("handling of a byte", "s"),
+    "medium_bytes_per_s": ("shared medium", "bit/s"),
     "watts": ("power under load", "W"),
     "embodied_kgco2e": ("embodied carbon", "kg CO2e"),
 }

@@ -21,6 +21,9 @@ NUMBERS = (
     "up_bytes_per_s",
     "latency_s",
     "memory_bytes",
+    "task_s",
+    "byte_s",
+    "medium_bytes_per_s",
     "watts",
     "embodied_kgco2e",
 )
@@ -33,7 +36,7 @@ def build(names: tuple[str, ...] = ("a", "b"), **columns: Floats | tuple[str, ..
 
 def columns_of(profiles: Profiles) -> list[object]:
     """Columns as bit patterns, so that NaN equals NaN and -0.0 differs from 0.0."""
-    texts = [profiles.names, profiles.device_class, profiles.country]
+    texts = [profiles.names, profiles.device_class, profiles.country, profiles.medium]
     return [*texts, *(getattr(profiles, column).tobytes() for column in NUMBERS)]
 
 
@@ -56,6 +59,9 @@ def profiles_of(draw: st.DrawFn) -> Profiles:
     def words() -> tuple[str, ...]:
         return tuple(draw(st.lists(texts, min_size=len(chosen), max_size=len(chosen))))
 
+    media = tuple(draw(st.lists(st.sampled_from(["", "wifi", "café"]), min_size=len(chosen), max_size=len(chosen))))
+    capacities = {medium: draw(above_zero) if medium else float("nan") for medium in ("", "wifi", "café")}
+
     return Profiles(
         names=tuple(chosen),
         flops_per_s=column(above_zero),
@@ -63,10 +69,14 @@ def profiles_of(draw: st.DrawFn) -> Profiles:
         up_bytes_per_s=column(above_zero),
         latency_s=column(from_zero),
         memory_bytes=column(above_zero),
+        task_s=column(from_zero) + 0.0,
+        byte_s=column(from_zero) + 0.0,
+        medium_bytes_per_s=np.array([capacities[medium] for medium in media]),
         watts=column(maybe),
         embodied_kgco2e=column(maybe),
         device_class=words(),
         country=words(),
+        medium=media,
     )
 
 
@@ -149,6 +159,11 @@ def test_columns_may_come_in_any_order_and_unknown_ones_are_ignored() -> None:
         (HEADER + "\na,nan,1,1,1,1", "line 2: flops_per_s of device 'a' .*finite.*above 0.*nan"),
         (HEADER + "\na,1,inf,1,1,1", "line 2: down_bytes_per_s of device 'a' .*finite.*above 0.*inf"),
         (HEADER + "\na,1,1,-3,1,1", "line 2: up_bytes_per_s of device 'a' .*above 0.*-3.0"),
+        (HEADER + ",medium\na,1,1,1,1,1,wifi", "line 2: medium_bytes_per_s of device 'a' .*'wifi'.*nan"),
+        (
+            HEADER + ",medium,medium_bytes_per_s\na,1,1,1,1,1,wifi,5\nb,1,1,1,1,1,wifi,6",
+            "line 3: medium_bytes_per_s of device 'b' .*the same for all.* 6.0",
+        ),
         (HEADER + "\na,1,1,1,1,0", "line 2: memory_bytes of device 'a' .*above 0.* 0.0"),
         (HEADER + "\na,1,1,1,-1,1", "line 2: latency_s of device 'a' .*at least 0.*-1.0"),
         (HEADER + "\na,1,1,1,nan,1", "line 2: latency_s of device 'a' .*at least 0.*nan"),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cleave.core.fleet.profiles import Profiles
+from cleave.core.fleet.profiles import MEASURED, Profiles
 from cleave.core.schedule.lateness import Elapsed
 from cleave.core.schedule.members import STAND_IN, Member, Observation, PastMembers, Rate, Roster
 from cleave.errors import FleetError
@@ -38,8 +38,7 @@ def join(
 
 
 def shown(profiles: Profiles) -> dict[str, tuple[float, ...]]:
-    columns = (profiles.flops_per_s, profiles.down_bytes_per_s, profiles.up_bytes_per_s, profiles.latency_s)
-    rows = zip(*(column.tolist() for column in columns), profiles.memory_bytes.tolist(), strict=True)
+    rows = zip(*(getattr(profiles, column).tolist() for column in MEASURED), strict=True)
     return dict(zip(profiles.names, rows, strict=True))
 
 
@@ -115,7 +114,7 @@ class RosterMachine(RuleBasedStateMachine):
         profiles = self.seen[1]
         if profiles is None or name not in profiles.names:
             return False
-        rows = zip(member.measured, self.then[name], (1.3, 1.3, 1.3, 3.0, 1.3), strict=True)
+        rows = zip(member.measured, self.then[name], (1.3, 1.3, 1.3, 3.0, 1.3, 3.0, 3.0), strict=True)
         return any(now > far * then or then > far * now for now, then, far in rows)
 
 

@@ -1,9 +1,9 @@
 """Profiles of a fleet's devices, as columns of numbers.
 
-A profile is what a device can do: FLOP/s, bytes/s down and up, latency, usable memory. Everything downstream (cost,
-bounds, planners, simulator) works on whole columns, so a fleet is a struct of arrays, not a list of objects. This
-module validates profiles and converts them to and from the text of a fleet CSV. It opens no files; `sampling` draws
-fleets.
+A profile is what a device can do: FLOP/s, bytes/s down and up, latency, usable memory, and what a task costs besides.
+Everything downstream (cost, bounds, planners, simulator) works on whole columns, so a fleet is a struct of arrays, not
+a list of objects. This module validates profiles and converts them to and from the text of a fleet CSV. It opens no
+files; `sampling` draws fleets.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import isnan
-from typing import Final, NewType
+from typing import Any, Final, NewType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,14 @@ DeviceId = NewType("DeviceId", str)
 """The name of a device, unique in its fleet."""
 
 _REQUIRED: Final = ("flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "latency_s", "memory_bytes")
-_OPTIONAL: Final = ("watts", "embodied_kgco2e")
+_OPTIONAL: Final = ("task_s", "byte_s", "medium_bytes_per_s", "watts", "embodied_kgco2e")
+_NOT_ADDED: Final = ("latency_s", "task_s", "byte_s", "medium_bytes_per_s")
+_ABSENT: Final = {"task_s": 0.0, "byte_s": 0.0}
+"""What an optional column holds where nothing is given; others hold NaN, for unknown."""
+_TEXTS: Final = {"device_class": "class", "country": "country", "medium": "medium"}
+"""Optional columns of text, and their names in a CSV."""
+MEASURED: Final = (*_REQUIRED, "task_s", "byte_s")
+"""What a server measures of its devices."""
 _HEADER: Final = ("device", *_REQUIRED)
 _MAX_TEXT_LENGTH: Final = 200
 
@@ -51,6 +58,12 @@ class Profiles:
     latency_s: Floats
     """Round trip between server and device on an idle link."""
     memory_bytes: Floats
+    task_s: Floats = field(default_factory=_unknown)
+    """Seconds that a task takes a device whatever its size; 0 if omitted."""
+    byte_s: Floats = field(default_factory=_unknown)
+    """Seconds of a device's processor per byte it receives or sends; 0 if omitted."""
+    medium_bytes_per_s: Floats = field(default_factory=_unknown)
+    """Capacity of the medium a device shares, both ways together; NaN without one."""
     watts: Floats = field(default_factory=_unknown)
     """Power of the whole device under load; NaN where unknown, all NaN if omitted."""
     embodied_kgco2e: Floats = field(default_factory=_unknown)
@@ -59,6 +72,8 @@ class Profiles:
     """phone, laptop, ...; empty where unknown."""
     country: tuple[str, ...] = ()
     """Two lower-case letters; empty where unknown."""
+    medium: tuple[str, ...] = ()
+    """Name of a medium that devices share, such as a Wi-Fi network; empty for a link of their own."""
 
     def __post_init__(self) -> None:
         count = len(self.names)
@@ -67,28 +82,31 @@ class Profiles:
         for column, given in _numeric(self).items():
             values = np.asarray(given, dtype=np.float64).view()
             if column in _OPTIONAL and values.size == 0:
-                values = np.full(count, np.nan)
+                values = np.full(count, _ABSENT.get(column, np.nan))
+            elif column in _ABSENT and np.isnan(values).any():
+                values = np.nan_to_num(values, nan=_ABSENT[column])
             values.flags.writeable = False
             object.__setattr__(self, column, values)
-        object.__setattr__(self, "device_class", self.device_class or ("",) * count)
-        object.__setattr__(self, "country", self.country or ("",) * count)
+        for column in _TEXTS:
+            object.__setattr__(self, column, getattr(self, column) or ("",) * count)
         _check_lengths(self)
         _check_texts(self)
         _check_numbers(self)
+        _check_media(self)
 
     @classmethod
     def prechecked(cls, names: tuple[str, ...], numbers: Floats) -> Profiles:
         """Profiles of devices that were checked one by one: no check, no copy.
 
-        `numbers` has a row for each required column, in their order. Cost: some 30 microseconds for 8,192 devices.
+        `numbers` has a row for each of the `MEASURED` columns. Cost: some 30 microseconds for 8,192 devices.
         """
         count = len(names)
         numbers.flags.writeable = False
         unknown = np.full(count, np.nan)
         unknown.flags.writeable = False
         profiles = object.__new__(cls)
-        columns = {**dict(zip(_REQUIRED, numbers, strict=True)), **dict.fromkeys(_OPTIONAL, unknown)}
-        texts = {"names": names, **dict.fromkeys(("device_class", "country"), ("",) * count)}
+        columns = {**dict.fromkeys(_OPTIONAL, unknown), **dict(zip(MEASURED, numbers, strict=True))}
+        texts = {"names": names, **dict.fromkeys(_TEXTS, ("",) * count)}
         for column, values in {**columns, **texts}.items():
             object.__setattr__(profiles, column, values)
         return profiles
@@ -99,18 +117,8 @@ class Profiles:
     def take(self, indices: Ints) -> Profiles:
         """Select devices by index, in the order given."""
         chosen: list[int] = indices.tolist()
-        return Profiles(
-            names=tuple(self.names[i] for i in chosen),
-            flops_per_s=self.flops_per_s[indices],
-            down_bytes_per_s=self.down_bytes_per_s[indices],
-            up_bytes_per_s=self.up_bytes_per_s[indices],
-            latency_s=self.latency_s[indices],
-            memory_bytes=self.memory_bytes[indices],
-            watts=self.watts[indices],
-            embodied_kgco2e=self.embodied_kgco2e[indices],
-            device_class=tuple(self.device_class[i] for i in chosen),
-            country=tuple(self.country[i] for i in chosen),
-        )
+        texts = {column: tuple(getattr(self, column)[i] for i in chosen) for column in ("names", *_TEXTS)}
+        return _from_columns({**texts, **{column: values[indices] for column, values in _numeric(self).items()}})
 
 
 class _DeviceFault(FleetError):
@@ -121,22 +129,17 @@ class _DeviceFault(FleetError):
         self.index = index
 
 
+def _from_columns(columns: dict[str, Any]) -> Profiles:
+    return Profiles(**columns)
+
+
 def _numeric(profiles: Profiles) -> dict[str, Floats]:
-    return {
-        "flops_per_s": profiles.flops_per_s,
-        "down_bytes_per_s": profiles.down_bytes_per_s,
-        "up_bytes_per_s": profiles.up_bytes_per_s,
-        "latency_s": profiles.latency_s,
-        "memory_bytes": profiles.memory_bytes,
-        "watts": profiles.watts,
-        "embodied_kgco2e": profiles.embodied_kgco2e,
-    }
+    return {column: getattr(profiles, column) for column in (*_REQUIRED, *_OPTIONAL)}
 
 
 def _check_lengths(profiles: Profiles) -> None:
     shapes = {column: values.shape for column, values in _numeric(profiles).items()}
-    shapes["device_class"] = (len(profiles.device_class),)
-    shapes["country"] = (len(profiles.country),)
+    shapes.update((column, (len(getattr(profiles, column)),)) for column in _TEXTS)
     for column, shape in shapes.items():
         if shape != (len(profiles),):
             raise FleetError(
@@ -157,7 +160,7 @@ def _check_texts(profiles: Profiles) -> None:
     if len(distinct) < len(names):
         i = _first_duplicate(names)
         raise _DeviceFault(i, f"device names must be unique, but {_quote(names[i])} comes twice; rename one of them")
-    texts = {"device": names, "class": profiles.device_class, "country": profiles.country}
+    texts = {"device": names, **{name: getattr(profiles, column) for column, name in _TEXTS.items()}}
     for column, entries in texts.items():
         for text in dict.fromkeys(entries):
             # A CSV line, a log line or a table must be able to carry it unchanged.
@@ -192,6 +195,20 @@ def _check_numbers(profiles: Profiles) -> None:
             )
 
 
+def _check_media(profiles: Profiles) -> None:
+    """Check that every medium has one capacity."""
+    capacities: dict[str, float] = {}
+    for i, (medium, capacity) in enumerate(zip(profiles.medium, _as_list(profiles.medium_bytes_per_s), strict=True)):
+        if not medium:
+            continue
+        if not capacity > 0 or capacities.setdefault(medium, capacity) != capacity:
+            raise _DeviceFault(
+                i,
+                f"medium_bytes_per_s of device {_quote(profiles.names[i])} must be the capacity of its medium "
+                f"{_quote(medium)}, above 0 and the same for all devices that share it, but is {capacity}; correct it",
+            )
+
+
 def read_csv(text: str, source: str) -> Profiles:
     """Parse the text of a fleet CSV; `source` names it in errors.
 
@@ -216,12 +233,8 @@ def read_csv(text: str, source: str) -> Profiles:
         if column in columns
     }
     try:
-        return Profiles(
-            names=names,
-            **numbers,
-            device_class=_strip_all(columns.get("class", ())),
-            country=_strip_all(columns.get("country", ())),
-        )
+        texts = {column: _strip_all(columns.get(name, ())) for column, name in _TEXTS.items()}
+        return _from_columns({"names": names, **numbers, **texts})
     except _DeviceFault as fault:
         raise FleetError(f"{source}, line {lines[fault.index]}: {fault}") from None
 
@@ -235,12 +248,11 @@ def write_csv(profiles: Profiles) -> str:
     numeric = _numeric(profiles)
     for column in _REQUIRED:
         columns[column] = map(repr, _as_list(numeric[column]))
-    if any(profiles.device_class):
-        columns["class"] = map(_csv_cell, profiles.device_class)
-    if any(profiles.country):
-        columns["country"] = map(_csv_cell, profiles.country)
+    for column, name in _TEXTS.items():
+        if any(getattr(profiles, column)):
+            columns[name] = map(_csv_cell, getattr(profiles, column))
     for column in _OPTIONAL:
-        if not np.isnan(numeric[column]).all():
+        if (numeric[column] > 0).any() or (column not in _ABSENT and not np.isnan(numeric[column]).all()):
             columns[column] = ("" if isnan(value) else repr(value) for value in _as_list(numeric[column]))
     rows = [",".join(columns), *map(",".join, zip(*columns.values(), strict=True))]
     return "\n".join(rows) + "\n"
@@ -256,7 +268,7 @@ class ColumnSummary:
     p50: float
     p90: float
     total: float | None
-    """None where a sum is meaningless (latency)."""
+    """None where a sum is meaningless, as for latency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,10 +288,10 @@ def describe(profiles: Profiles) -> FleetSummary:
     summaries: list[ColumnSummary] = []
     for column, values in _numeric(profiles).items():
         known = values[~np.isnan(values)]
-        if known.size == 0:
+        if known.size == 0 or (column in _ABSENT and not known.any()):
             continue
         p10, p50, p90 = _as_list(np.quantile(known, (0.1, 0.5, 0.9)))
-        total = None if column == "latency_s" else float(known.sum())
+        total = None if column in _NOT_ADDED else float(known.sum())
         summaries.append(ColumnSummary(column=column, known=known.size, p10=p10, p50=p50, p90=p90, total=total))
     return FleetSummary(
         devices=len(profiles),
@@ -343,7 +355,7 @@ def _parse_header(cells: list[str], source: str) -> list[str]:
             f"{source} lacks {', '.join(missing)}: its first line should be {','.join(_HEADER)}, but is "
             f"{_quote(','.join(header))}; add what is missing"
         )
-    duplicates = [column for column in (*_HEADER, "class", "country", *_OPTIONAL) if header.count(column) > 1]
+    duplicates = [column for column in (*_HEADER, *_TEXTS.values(), *_OPTIONAL) if header.count(column) > 1]
     if duplicates:
         raise FleetError(f"{source} needs each column once, but has {duplicates[0]} twice; keep one of them")
     return header

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cleave.core.fleet.profiles import Profiles
+from cleave.core.fleet.profiles import MEASURED, Profiles
 
 _ROWS = 64  # initial capacity
 _MOVED, _LATENCY_MOVED = 1.3, 3.0  # factors of change at which plans should change
@@ -27,9 +27,12 @@ class Measured(NamedTuple):
     up_bytes_per_s: float
     latency_s: float
     memory_bytes: float
+    task_s: float = 0.0
+    byte_s: float = 0.0
 
 
-_FAR = Measured(_MOVED, _MOVED, _MOVED, _LATENCY_MOVED, _MOVED)
+assert Measured._fields == MEASURED
+_FAR = Measured(_MOVED, _MOVED, _MOVED, _LATENCY_MOVED, _MOVED, _LATENCY_MOVED, _LATENCY_MOVED)
 
 
 class ProfileTable:
@@ -47,15 +50,8 @@ class ProfileTable:
 
     def add(self, name: str, measured: Measured) -> None:
         """Add a device; FleetError if its name or its profile is invalid."""
-        flops_per_s, down_bytes_per_s, up_bytes_per_s, latency_s, memory_bytes = np.array(measured)[:, np.newaxis]
-        Profiles(  # checks them
-            names=(name,),
-            flops_per_s=flops_per_s,
-            down_bytes_per_s=down_bytes_per_s,
-            up_bytes_per_s=up_bytes_per_s,
-            latency_s=latency_s,
-            memory_bytes=memory_bytes,
-        )
+        columns = np.array(measured)[:, np.newaxis]
+        Profiles(names=(name,), **dict(zip(MEASURED, columns, strict=True)))  # checks them
         row = len(self._names)
         if row == len(self._values):
             self._values = np.concatenate([self._values, np.empty_like(self._values)])
