@@ -1,0 +1,9 @@
+"""A fleet of devices as network namespaces with rate-limited links, for real processes and real sockets.
+
+`Testbed` builds one from the profiles of a fleet; `python -m benchmarks.testbed` is its command line.
+"""
+
+from benchmarks.testbed.bed import Testbed, Traffic
+from benchmarks.testbed.layout import SERVER, TestbedError
+
+__all__ = ["SERVER", "Testbed", "TestbedError", "Traffic"]
