@@ -130,10 +130,10 @@ def run_join(
         gc.freeze()  # exempt everything loaded so far from collection
         gc.set_threshold(50_000)
         serving = join.serve(address, chosen, offer, contribution, say, wait_s)
-        asyncio.run(_until_stopped(_while_parent_lives(serving) if with_parent else serving))
+        asyncio.run(until_stopped(_while_parent_lives(serving) if with_parent else serving))
 
 
-async def _until_stopped(serving: Coroutine[None, None, None]) -> None:
+async def until_stopped(serving: Coroutine[None, None, None]) -> None:
     """Leave as cleanly as on Ctrl-C when the system stops this process, or its terminal is closed."""
     task = asyncio.current_task()
     assert task is not None

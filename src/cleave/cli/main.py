@@ -10,14 +10,14 @@ import sys
 from collections.abc import Sequence
 
 from cleave import __version__
-from cleave.cli import completion, fleet, join, plan, runs, token, train
+from cleave.cli import completion, emulate, fleet, join, plan, runs, token, train
 from cleave.cli.arguments import BAD_INPUT, Parser
 from cleave.errors import CleaveError
 from cleave.printable import printable
 
 _FAILED = 1
 _INTERRUPTED = 130
-_LONG_RUNNING = {"train", "join"}
+_LONG_RUNNING = {"train", "join", "emulate"}
 """Verbs that must not wait for whoever reads their output."""
 _LONGEST_MESSAGE = 4000
 
@@ -88,5 +88,6 @@ def _parser() -> argparse.ArgumentParser:
     runs.add_to(verbs.add_parser)
     plan.add_to(verbs.add_parser)
     fleet.add_to(verbs.add_parser)
+    emulate.add_to(verbs.add_parser)
     completion.add_to(verbs.add_parser, parser)
     return parser

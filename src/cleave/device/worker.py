@@ -1,8 +1,8 @@
 """The device's main loop: receive, compute and send, three stages that never block each other.
 
-The receiver takes strips and tasks, one thread computes whatever is ready, most urgent task first, and the sender
-returns results. All state belongs to the event loop; the compute thread sees only the arrays of one chunk. The worker
-knows a Channel but not what is behind it: in-process, emulated and real devices run this same code.
+The receiver takes strips and tasks, a processor computes whatever is ready, most urgent task first, and the sender
+returns results. All state belongs to the event loop; the processor sees only the arrays of one chunk. The worker knows
+a Channel and a Processor but not what is behind them: in-process, emulated and real devices run this same code.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 
 from cleave.core.cost.terms import ALLOWANCE_BYTES
 from cleave.device.kernels import Kernel
+from cleave.device.processor import Processor, ThreadProcessor
 from cleave.device.programs.gemm import Chunk
 from cleave.device.programs.resident import DeviceTask, make_task
 from cleave.device.store import OperandStore
@@ -69,6 +69,7 @@ class _ActiveTask:
     order: int
     room_bytes: int = 0
     """Bytes reserved in the store so far."""
+    has_begun: bool = False
 
 
 class Refusal(CleaveError):
@@ -85,8 +86,11 @@ class Worker:
         offer: Offer,
         contribution: Contribution,
         notice: Callable[[str], None] = lambda text: None,
+        processor: Processor | None = None,
     ) -> None:
+        """`processor` computes with `kernel`; by default a thread of its own."""
         self._channel, self._kernel, self._offer, self._notice = channel, kernel, offer, notice
+        self._processor: Processor = processor or ThreadProcessor(kernel)
         self._store = OperandStore(kernel, offer.memory_bytes)
         self._contribution = contribution
         self._tasks: dict[int, _ActiveTask] = {}
@@ -128,8 +132,7 @@ class Worker:
                 raise ProtocolError(f"expected welcome or refused, got {other.type_name()}")
 
     async def run(self) -> messages.Bye:
-        thread = ThreadPoolExecutor(1, "compute")
-        stages = [asyncio.ensure_future(stage) for stage in (self._receive(), self._compute(thread), self._send())]
+        stages = [asyncio.ensure_future(stage) for stage in (self._receive(), self._compute(), self._send())]
         try:
             done, _ = await asyncio.wait(stages, return_when=asyncio.FIRST_COMPLETED)
             first = next(stage for stage in stages if stage in done)  # the receiver first: it has the server's reason
@@ -140,7 +143,7 @@ class Worker:
             for stage in stages:
                 stage.cancel()
             await asyncio.gather(*stages, return_exceptions=True)
-            await asyncio.to_thread(thread.shutdown)  # a product cannot be interrupted; do not block the loop for it
+            await self._processor.close()
             self._store.clear()
 
     async def leave(self, reason: str) -> None:
@@ -157,6 +160,7 @@ class Worker:
             self._down_bytes += len(received.payload)
             self._down_s += received.link_s
             self._contribution.down_bytes += len(received.payload)
+            self._processor.received(len(received.payload))
             goodbye = await self._handle(received.message, received.payload, received.link_s)
             if goodbye is not None:
                 return goodbye
@@ -200,8 +204,7 @@ class Worker:
                 raise ProtocolError(f"a server does not send {message.type_name()} here")
         return None
 
-    async def _compute(self, thread: ThreadPoolExecutor) -> messages.Bye | None:
-        loop = asyncio.get_running_loop()
+    async def _compute(self) -> messages.Bye | None:
         flops, compute_s = 0.0, 0.0
         while True:
             active, chunk = self._next_chunk()
@@ -212,7 +215,8 @@ class Worker:
             try:
                 if active.task.room_bytes > self._limit_bytes:
                     raise MemoryError(f"{active.task.room_bytes} bytes of working memory exceed this device's limit")
-                encoded, took_s = await loop.run_in_executor(thread, _run_timed, chunk, self._kernel, active.message)
+                begins, active.has_begun = not active.has_begun, True
+                encoded, took_s = await self._processor.run(chunk, active.message.format, begins=begins)
             except (MemoryError, RuntimeError) as fault:  # numpy and torch, respectively, when out of memory
                 self._forget(active.message.task)
                 self._fail(active.message.task, repr(fault)[:200])
@@ -297,10 +301,3 @@ class Worker:
     def _reserve(self, active: _ActiveTask, room_bytes: int) -> None:
         self._store.expect_result(room_bytes - active.room_bytes)
         active.room_bytes = room_bytes
-
-
-def _run_timed(chunk: Chunk, kernel: Kernel, message: messages.RunTask) -> tuple[NDArray[np.uint8] | None, float]:
-    started = time.perf_counter()
-    result = chunk.run()
-    encoded = None if chunk.part is None else kernel.encode(result, message.format)
-    return encoded, time.perf_counter() - started

@@ -7,20 +7,14 @@ limit of 1,024 open files is meant for programs that use select(). The last serv
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 
-import psutil
 from threadpoolctl import ThreadpoolController
 
+from cleave.descriptors import raise_descriptors
 from cleave.transport.allocation import keep_freed_memory, return_freed_memory
-
-try:
-    import resource
-except ImportError:  # Windows, which has no such limit
-    resource = None
 
 _SWITCH_S = 5e-4
 _DESCRIPTORS = 20_000
@@ -42,7 +36,7 @@ def acquire() -> None:
         sys.setswitchinterval(_SWITCH_S)
         if keep_freed_memory():
             _restore.callback(return_freed_memory)
-        _raise_descriptors()
+        _restore.callback(raise_descriptors(_DESCRIPTORS))
         _restore.enter_context(ThreadpoolController().select(internal_api="openblas").limit(limits=1))
 
 
@@ -53,23 +47,3 @@ def release() -> None:
         _users -= 1
         if _users == 0:
             _restore.close()
-
-
-def descriptors() -> tuple[float, int]:
-    """Return how many descriptors this process may open, and how many it has open."""
-    if resource is None:
-        return math.inf, 0
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return math.inf if limit == resource.RLIM_INFINITY else limit, psutil.Process().num_fds()
-
-
-def _raise_descriptors() -> None:
-    """Raise the limit on descriptors to what a server may need, as far as the system allows."""
-    if resource is None:
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        with suppress(ValueError, OSError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-            _restore.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))

@@ -21,6 +21,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from uvicorn.server import ServerState
 
+from cleave.descriptors import descriptors
 from cleave.errors import InputError
 from cleave.server import process_settings
 from cleave.server.admission.certificate import Certificate
@@ -110,7 +111,7 @@ class Service:
             proxy_headers=False,
         )
         tls = self._certificate.context if self._certificate is not None else None
-        limits = fitting(self._limits or Limits(), *process_settings.descriptors())
+        limits = fitting(self._limits or Limits(), *descriptors())
         entrance = Entrance(self._socket, config, tls=tls, limits=limits, say=self._say)
         self._started.set()
         await self._stopping.wait()

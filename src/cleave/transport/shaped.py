@@ -1,9 +1,10 @@
 """Emulate a link of given rate and latency on top of any channel, for networks this machine does not have.
 
-Wraps the server's end, so that one process holds what devices share, such as a Wi-Fi medium. Downloads are delayed
-before the inner channel sees them, uploads after; nothing is lost or reordered. `send` returns once the bytes have
-left, and a full window makes it wait. Times follow the event loop's clock: exact in virtual time, else as good as its
-timers, with one timer's lateness made up by the next. Knows byte strings only.
+Wraps either end: the server's, or those of devices that one process emulates, so that one process holds what devices
+share, such as a Wi-Fi medium. Bytes sent are delayed before the inner channel sees them, bytes received after; nothing
+is lost or reordered. `send` returns once the bytes have left, and a full window makes it wait. Times follow the event
+loop's clock: exact in virtual time, else as good as its timers, with one timer's lateness made up by the next. Knows
+byte strings only.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Literal
 
 from cleave.errors import ConnectionLost, InputError
 from cleave.protocol.frames import Buffer
@@ -23,8 +25,13 @@ _SLICE_BYTES = 64 << 10
 """Bytes one direction of one channel sends before others get their turn ..."""
 _SLICE_S = 1e-3  # ... or what the link carries in this time, if more: for shorter slices timers dominate
 _WINDOW_BYTES = 8 << 20  # in flight or not yet consumed, before the sender waits
+_PIECE_S = 0.5
+"""Longest time in which no byte reaches the peer: a part of a payload that takes longer is sent in several, as peers
+take a device that moves nothing for stalled."""
 _BACK_TO_BACK_S = 5e-3  # bytes that follow this closely were queued behind the ones before
 _CLOSE_S = 1.0
+
+End = Literal["server", "device"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,17 +72,18 @@ def shaping(link: Link) -> Callable[[Channel], Channel]:
 
 
 class Shaped(Channel):
-    """A channel as the server sees it over a link, by default with a medium of its own."""
+    """One end of a channel as seen over a link, by default the server's and with a medium of its own."""
 
-    def __init__(self, inner: Channel, link: Link, medium: Medium | None = None) -> None:
+    def __init__(self, inner: Channel, link: Link, medium: Medium | None = None, *, end: End = "server") -> None:
         super().__init__(address=inner.address)
         self._inner, self._latency_s = inner, link.latency_s
         self._assembler = inner._assembler  # shared, so both are guarded alike
         self._closed = asyncio.Event()
         self._reason = ""
         medium = medium or Medium(link.medium_bytes_per_s)
-        self._down = _Direction(link.down_bytes_per_s, medium, self._closed)
-        self._up = _Direction(link.up_bytes_per_s, medium, self._closed)
+        down = _Direction(link.down_bytes_per_s, medium, self._closed)
+        up = _Direction(link.up_bytes_per_s, medium, self._closed)
+        self._out, self._in = (down, up) if end == "server" else (up, down)
         self._delivering: asyncio.Task[None] | None = None
         self._fetching: asyncio.Task[None] | None = None
         self._header_s = self._arrived_s = 0.0
@@ -97,30 +105,31 @@ class Shaped(Channel):
     @property
     def silent_s(self) -> float:
         """Seconds since the peer's last sign of life, or since the link was last busy, as that delays any sign."""
-        idle_s = asyncio.get_running_loop().time() - max(self._down.busy_until_s, self._up.busy_until_s)
+        idle_s = asyncio.get_running_loop().time() - max(self._out.busy_until_s, self._in.busy_until_s)
         return max(0.0, min(idle_s, self._inner.silent_s))
 
     @property
     def moved_bytes(self) -> int:
-        return self._down.moved_bytes + self._up.moved_bytes
+        return self._out.moved_bytes + self._in.moved_bytes
 
     async def _send(self, data: Buffer) -> None:
         self._start_fetching()  # also notices that the peer is gone
-        await self._down.wait_for_room()
-        left_s = math.inf if self._closed.is_set() else await self._down.transmit(len(data))
-        if self._closed.is_set():
-            raise ConnectionLost(self._reason)
-        self._down.put(left_s + self._latency_s, data)
-        if self._delivering is None or self._delivering.done():
-            self._delivering = asyncio.get_running_loop().create_task(self._deliver())
+        for piece in self._out.pieces(data):
+            await self._out.wait_for_room()
+            left_s = math.inf if self._closed.is_set() else await self._out.transmit(len(piece))
+            if self._closed.is_set():
+                raise ConnectionLost(self._reason)
+            self._out.put(left_s + self._latency_s, piece)
+            if self._delivering is None or self._delivering.done():
+                self._delivering = asyncio.get_running_loop().create_task(self._deliver())
 
     async def _receive(self) -> Buffer:
         self._start_fetching()
-        first = await self._up.first()
+        first = await self._in.first()
         if first is None:
             raise ConnectionLost(self._reason)
         self._arrived_s, data = first
-        self._up.drop_first()
+        self._in.drop_first()
         return data
 
     async def _close(self, reason: str) -> None:
@@ -140,9 +149,9 @@ class Shaped(Channel):
     async def _deliver(self) -> None:
         """Deliver sent bytes to the inner channel when due, until none are in flight."""
         try:
-            while self._down.is_busy and (first := await self._down.first()) is not None:
+            while self._out.is_busy and (first := await self._out.first()) is not None:
                 await self._inner._send(first[1])
-                self._down.drop_first()
+                self._out.drop_first()
         except ConnectionLost as fault:
             self._end(str(fault))
 
@@ -154,9 +163,9 @@ class Shaped(Channel):
         """Take bytes from the inner channel while the window has room."""
         try:
             while True:
-                await self._up.wait_for_room()
+                await self._in.wait_for_room()
                 data = await self._inner._receive()
-                self._up.put(await self._up.transmit(len(data)) + self._latency_s, data)
+                self._in.put(await self._in.transmit(len(data)) + self._latency_s, data)
         except ConnectionLost as fault:
             self._end(str(fault))
 
@@ -164,8 +173,8 @@ class Shaped(Channel):
         if not self._closed.is_set():
             self._reason = reason
             self._closed.set()
-            self._down.changed.set()
-            self._up.changed.set()
+            self._out.changed.set()
+            self._in.changed.set()
 
 
 class _Direction:
@@ -178,6 +187,7 @@ class _Direction:
         self._bytes_per_s, self._medium, self._closed = bytes_per_s, medium, closed
         fastest = min(bytes_per_s, medium.bytes_per_s)
         self._slice_bytes = int(min(max(_SLICE_BYTES, fastest * _SLICE_S), _WINDOW_BYTES))
+        self._piece_bytes = int(min(max(_SLICE_BYTES, fastest * _PIECE_S), _WINDOW_BYTES))
         self._late_s = 0.0
         self._in_flight: deque[tuple[float, Buffer]] = deque()
         self._in_flight_bytes = 0
@@ -188,6 +198,15 @@ class _Direction:
     @property
     def is_busy(self) -> bool:
         return bool(self._in_flight)
+
+    def pieces(self, data: Buffer) -> Iterator[Buffer]:
+        """Cut what takes long into parts that the peer sees one by one; headers are short and stay whole."""
+        if len(data) <= self._piece_bytes:
+            yield data
+            return
+        view = memoryview(data)
+        for start in range(0, len(view), self._piece_bytes):
+            yield view[start : start + self._piece_bytes]
 
     async def transmit(self, size_bytes: int) -> float:
         """Wait until `size_bytes` have left; return when that was."""

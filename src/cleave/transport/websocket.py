@@ -86,8 +86,8 @@ class WebSocketChannel(Channel):
 # ------------------------------------------------------------------------------------------------ device
 
 
-async def dial(url: str) -> WebSocketChannel:
-    """Connect to a server.
+async def dial(url: str, *, window_bytes: int | None = None) -> WebSocketChannel:
+    """Connect to a server; hold no more than about `window_bytes` and one message that nobody has received yet.
 
     Raises ConnectionLost if it cannot be reached now, InputError if the URL can never work or the server's certificate
     is not the expected one.
@@ -104,6 +104,8 @@ async def dial(url: str) -> WebSocketChannel:
                 ssl=_client_context(pinned=pin is not None) if uri.secure else None,
             )
             await stream.opened
+            if window_bytes is not None:
+                stream.limit_unread(window_bytes)
     except _SpeaksTls:
         secure = re.sub("^ws:", "wss:", address)
         raise InputError(f"{address} speaks TLS only; use {secure}, with what the server prints after #") from None

@@ -8,6 +8,7 @@ where the server verifies them. This module picks the next rectangle; the worker
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -25,6 +26,10 @@ _MAX_WIDTH = 8 * _MIN_SIDE
 """Most columns of a rectangle: 512 rows of a whole vocabulary would exceed a message, and many a device's memory."""
 
 
+def _do_nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Chunk:
     """A computation that is ready; `run` blocks and is safe in any thread."""
@@ -33,6 +38,10 @@ class Chunk:
     part: Rectangle | None
     """The rectangle of the block it yields; None while a sum is incomplete."""
     flops: float
+    rows: float = math.inf
+    """Rows that share each reading of the weights, where that limits the speed."""
+    skip: Callable[[], None] = _do_nothing
+    """Instead of `run`: count the chunk as done without computing it."""
 
 
 class GemmTask:

@@ -138,7 +138,14 @@ class ShardTask:
             self._result = self._kernel.zeros(*_EMPTY_RESULT_SHAPE) if result is None else result
             return self._result[first.top : first.bottom]
 
-        return Chunk(run, first, flops)
+        return Chunk(run, first, flops, scope.rows, lambda: self._advance(scope.rows, state))
+
+    def _advance(self, rows: int, state: State | None) -> None:
+        """Note that the sequence has passed these rows."""
+        if state is not None and isinstance(self._program, Forward):
+            state.forward_rows += rows
+        elif state is not None:
+            state.backward_row = self._program.first_row
 
     def _forward(self, bound: Bound, state: State | None) -> Array:
         caches, result = () if state is None else state.caches, None
@@ -146,8 +153,7 @@ class ShardTask:
             shards.rebuild(bound.scope, bound.shard, caches, bound.x)
         else:
             result = shards.forward(bound.scope, bound.shard, caches, bound.x)
-        if state is not None:
-            state.forward_rows += bound.scope.rows
+        self._advance(bound.scope.rows, state)
         return result
 
     def _backward(self, bound: Bound, state: State | None) -> Array:
@@ -155,8 +161,7 @@ class ShardTask:
             state.backward_row = _FAILED  # until done: nothing may be added to half a gradient
             state.open_gradients(self._kernel)
         dx = shards.backward(bound.scope, bound.shard, () if state is None else state.caches, bound.x, bound.dy)
-        if state is not None:
-            state.backward_row = self._program.first_row
+        self._advance(bound.scope.rows, state)
         return dx if isinstance(self._program, Backward) and self._program.wants_dx else None
 
     def _next_band(self) -> Chunk:

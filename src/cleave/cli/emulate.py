@@ -1,0 +1,175 @@
+"""`cleave emulate`: many emulated devices in this process join a server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import gc
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cleave.cli.arguments import AddVerb, count, positive
+from cleave.cli.join import until_stopped
+from cleave.errors import InputError
+
+if TYPE_CHECKING:
+    from cleave.emulate.devices import DeviceProfile
+    from cleave.emulate.fleet import Activity, Terms
+
+_FILES = 256
+"""Descriptors besides one per device."""
+
+
+def add_to(add: AddVerb) -> None:
+    verb = add(
+        "emulate",
+        help="join a server with many emulated devices",
+        description="Emulate a fleet in this process: its devices join a server over real sockets and run the real "
+        "protocol, and downloads, computing and uploads take the time that their profiles say. Ctrl-C leaves cleanly.",
+        usage="cleave emulate ADDRESS --fleet FLEET.csv [OPTION ...]",
+        examples=(
+            "cleave emulate '192.168.1.20:7077#TOKEN.PIN' --fleet fleet.csv",
+            "cleave emulate 127.0.0.1:7077 --fleet fleet.csv --count 64 --claim 20",
+        ),
+    )
+    verb.add_argument(
+        "url",
+        nargs="?",
+        metavar="ADDRESS",
+        help="address of the server, as it prints it: HOST:PORT#TOKEN.PIN, or a ws:// or wss:// URL (default: "
+        "CLEAVE_SERVER)",
+    )
+    fleet = verb.add_argument_group("fleet")
+    fleet.add_argument("--fleet", required=True, metavar="FLEET.csv", help="device profiles, one per line")
+    fleet.add_argument(
+        "--count",
+        type=count,
+        metavar="N",
+        help="devices to emulate, repeating the fleet as needed (default: one per line)",
+    )
+    fleet.add_argument(
+        "--calibrate",
+        metavar="PROFILE.csv",
+        help="take the fixed cost per task and the cost per byte of rows that have none from this profile",
+    )
+    fleet.add_argument(
+        "--claim",
+        type=positive,
+        default=1.0,
+        metavar="FACTOR",
+        help="claim this many times the true FLOP/s (default: 1)",
+    )
+    fleet.add_argument(
+        "--threads", type=count, metavar="N", help="threads that compute for all devices (default: one per core)"
+    )
+    connection = verb.add_argument_group("connection")
+    connection.add_argument(
+        "--token", metavar="TEXT", help="token of the run, if not in the address (default: CLEAVE_TOKEN)"
+    )
+    connection.add_argument(
+        "--wait",
+        type=positive,
+        default=30.0,
+        metavar="S",
+        help="seconds for which the server may be out of reach before giving up (default: 30)",
+    )
+    connection.add_argument("--quiet", action="store_true", help="print only errors")
+    connection.add_argument("--json", action="store_true", help="print a summary as JSON at the end")
+    verb.set_defaults(run=_run)
+
+
+def _run(options: argparse.Namespace) -> None:
+    # All devices together get one thread per core, so none of their products should start more.
+    for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
+        os.environ[variable] = "1"  # BLAS libraries read these when numpy is imported, below
+    run_emulate(
+        url=options.url or os.environ.get("CLEAVE_SERVER"),
+        fleet=options.fleet,
+        devices=options.count,
+        calibration=options.calibrate,
+        claim=options.claim,
+        threads=options.threads,
+        token=options.token,
+        wait_s=options.wait,
+        quiet=options.quiet,
+        as_json=options.json,
+    )
+
+
+def run_emulate(
+    *,
+    url: str | None,
+    fleet: str,
+    devices: int | None,
+    calibration: str | None,
+    claim: float,
+    threads: int | None,
+    token: str | None,
+    wait_s: float,
+    quiet: bool,
+    as_json: bool,
+) -> None:
+    from cleave.api.planning import load_fleet
+    from cleave.descriptors import descriptors, raise_descriptors
+    from cleave.device.worker import Contribution
+    from cleave.emulate.devices import devices_of
+    from cleave.emulate.fleet import Activity, Terms
+    from cleave.emulate.pacing import KeepingUp
+    from cleave.report import emulate as emulate_report
+    from cleave.transport.address import parse_address
+    from cleave.transport.allocation import keep_freed_memory
+
+    keep_freed_memory()
+    if not url:
+        raise InputError("expected the address of a server; copy it from the join command that the server prints")
+    address = parse_address(url)
+    profiles = devices_of(load_fleet(fleet), devices, load_fleet(calibration) if calibration else None)
+    restore = raise_descriptors(len(profiles) + _FILES)
+    if descriptors()[0] < len(profiles) + _FILES:
+        restore()
+        raise InputError(
+            f"{len(profiles)} devices need {len(profiles) + _FILES} open files, but this process may have "
+            f"{descriptors()[0]:.0f}; raise the limit (ulimit -Hn), or emulate fewer"
+        )
+    said: list[Callable[[str], None]] = []
+    activity = Activity(
+        devices=len(profiles),
+        keeping_up=KeepingUp(lambda text: said[-1](text)),
+        contribution=Contribution(),
+    )
+    terms = Terms(
+        address=address, token=token or address.token or os.environ.get("CLEAVE_TOKEN", ""), claim=claim, wait_s=wait_s
+    )
+    with (
+        emulate_report.shown(activity, quiet=quiet, as_json=as_json) as say,
+        contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError),
+        asyncio.Runner(loop_factory=_loop_factory()) as runner,
+    ):
+        said.append(say)
+        gc.freeze()  # exempt everything loaded so far from collection
+        gc.set_threshold(50_000)
+        runner.run(until_stopped(_emulate(profiles, terms, activity, threads or os.cpu_count() or 1, say)))
+
+
+async def _emulate(
+    profiles: list[DeviceProfile], terms: Terms, activity: Activity, threads: int, say: Callable[[str], None]
+) -> None:
+    from cleave.emulate.arithmetic import SharedThreads
+    from cleave.emulate.fleet import EmulatedFleet
+
+    answers = SharedThreads(threads)
+    try:
+        await EmulatedFleet(profiles, terms, answers, activity, say).run()
+    finally:
+        answers.close()
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """Prefer uvloop, where it is installed: one loop moves the bytes of all devices."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
