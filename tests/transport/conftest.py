@@ -23,7 +23,7 @@ from cleave.server.service import Service
 from cleave.transport.base import Channel
 from cleave.transport.faulty import FaultyChannel
 from cleave.transport.memory import memory_pair
-from cleave.transport.shaped import Link, Shaped, shaping
+from cleave.transport.shaped import End, Link, Shaped, shaping
 from cleave.transport.websocket import dial
 
 
@@ -59,7 +59,14 @@ def secure_service(own: Certificate) -> Iterator[Service]:
     service.stop("done", rejoin=False)
 
 
-OVER_MEMORY = ["memory", "faulty", "shaped-to-memory", "memory-to-shaped"]
+OVER_MEMORY = [
+    "memory",
+    "faulty",
+    "shaped-to-memory",
+    "memory-to-shaped",
+    "shaped-device-to-memory",
+    "memory-to-shaped-device",
+]
 WAYS = ["device-to-server", "server-to-device"]
 OVER_WEBSOCKETS = [f"{kind}{way}" for kind in ("", "tls-", "shaped-") for way in WAYS]
 
@@ -73,8 +80,9 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
         elif request.param == "memory":
             yield Here(left), Here(right)
         else:
-            shaped, plain = Here(Shaped(left, GENEROUS)), Here(right)
-            yield (shaped, plain) if request.param == "shaped-to-memory" else (plain, shaped)
+            end: End = "device" if "device" in request.param else "server"
+            shaped, plain = Here(Shaped(left, GENEROUS, end=end)), Here(right)
+            yield (shaped, plain) if request.param.startswith("shaped") else (plain, shaped)
         await left.close()
         return
     secure = request.param.startswith("tls-")

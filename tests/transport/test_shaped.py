@@ -1,6 +1,7 @@
 """Laws of a shaped link, in virtual time: how long bytes take, which messages wait, and that all else is unchanged.
 
-`ours` is the server's end, with the link; `theirs` is the device's, which has none of its own and sees only that link.
+`ours` is the end with the link, the server's unless said otherwise; `theirs` has none of its own and sees only that
+link.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import math
 import random
 from collections.abc import Callable, Coroutine
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from cleave.protocol.frames import PART_BYTES, Buffer
 from cleave.protocol.messages import Failed, Store
 from cleave.transport.base import Channel, Received
 from cleave.transport.memory import MemoryChannel, memory_pair
-from cleave.transport.shaped import Link, Medium, Shaped, shaping
+from cleave.transport.shaped import End, Link, Medium, Shaped, shaping
 
 RATE = 1e6
 LATENCY_S = 0.25
@@ -42,9 +44,9 @@ def whole_bytes(payload: Buffer) -> int:
     return len(messages.encode(strip(0, payload))) + len(payload)
 
 
-def shaped_pair(link: Link = SLOW, medium: Medium | None = None) -> tuple[Shaped, MemoryChannel]:
+def shaped_pair(link: Link = SLOW, medium: Medium | None = None, end: End = "server") -> tuple[Shaped, MemoryChannel]:
     ours, theirs = memory_pair()
-    return Shaped(ours, link, medium), theirs
+    return Shaped(ours, link, medium, end=end), theirs
 
 
 def now_s() -> float:
@@ -75,16 +77,19 @@ def law(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("way", ["down", "up"])
-def test_a_message_takes_its_bytes_over_the_rate_and_the_latency(way: str, size: int) -> None:
+@pytest.mark.parametrize("end", ["server", "device"])
+def test_a_message_takes_its_bytes_over_the_rate_and_the_latency(end: End, way: str, size: int) -> None:
     async def main() -> None:
-        ours, theirs = shaped_pair()
-        sender, receiver, rate = (ours, theirs, RATE) if way == "down" else (theirs, ours, 2 * RATE)
+        ours, theirs = shaped_pair(end=end)
+        is_sent = (way == "down") == (end == "server")
+        sender, receiver = (ours, theirs) if is_sent else (theirs, ours)
+        rate = RATE if way == "down" else 2 * RATE
         payload = bytes(size)
         sent_s, arrived_s, received = await crossing(sender, receiver, payload)
         alone_s = whole_bytes(payload) / rate
         assert arrived_s == pytest.approx(alone_s + LATENCY_S, abs=NEARLY)
         assert received.link_s == pytest.approx(size / rate, abs=NEARLY)
-        if way == "down":
+        if is_sent:
             assert sent_s == pytest.approx(alone_s, abs=NEARLY), "sending is done when the bytes have left"
 
     law(main)
@@ -260,6 +265,21 @@ def test_bytes_count_as_they_move_and_silence_counts_once_they_stop() -> None:
         assert ours.moved_bytes == ours.received_bytes == theirs.sent_bytes == whole_bytes(payload)
         await asyncio.sleep(7.0)
         assert ours.silent_s == pytest.approx(7.0 + LATENCY_S, abs=NEARLY)
+
+    law(main)
+
+
+@pytest.mark.parametrize("end", ["server", "device"])
+def test_a_peer_sees_a_long_payload_advance(end: End) -> None:
+    async def main() -> None:
+        ours, theirs = shaped_pair(Link(down_bytes_per_s=RATE, up_bytes_per_s=RATE), end=end)
+        crossed = asyncio.ensure_future(crossing(ours, theirs, bytes(4_000_000)))
+        seen: list[int] = []
+        while not crossed.done():
+            await asyncio.wait([crossed], timeout=1.0)
+            seen.append(theirs.moved_bytes)
+        assert all(after > before for before, after in pairwise(seen))
+        assert len(seen) >= 4
 
     law(main)
 

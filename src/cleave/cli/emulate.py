@@ -52,7 +52,7 @@ def add_to(add: AddVerb) -> None:
     fleet.add_argument(
         "--calibrate",
         metavar="PROFILE.csv",
-        help="take the fixed cost per task and the cost per byte of rows that have none from this profile",
+        help="profile from which rows without a cost per task or per byte take it (default: they cost nothing)",
     )
     fleet.add_argument(
         "--claim",

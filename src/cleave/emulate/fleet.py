@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -36,6 +36,7 @@ _LAG_S = 0.1
 log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
+Connect = Callable[[], Awaitable[Channel]]
 Stays = Iterable[tuple[float, float]]
 """When a device is connected: from, until, in seconds since the start; in order."""
 ALWAYS: Stays = ((0.0, math.inf),)
@@ -83,9 +84,17 @@ class EmulatedFleet:
     """Devices of one process; `run` returns when the server has dismissed all of them."""
 
     def __init__(
-        self, devices: Sequence[DeviceProfile], terms: Terms, answers: Answers, activity: Activity, say: Say
+        self,
+        devices: Sequence[DeviceProfile],
+        terms: Terms,
+        answers: Answers,
+        activity: Activity,
+        say: Say = lambda text: None,
+        connect: Connect | None = None,
     ) -> None:
+        """`connect` opens a connection to the server; by default a WebSocket to its address."""
         self._devices, self._terms, self._answers, self.activity, self._say = devices, terms, answers, activity, say
+        self._connect: Connect = connect or (lambda: dial(terms.address.url, window_bytes=_WINDOW_BYTES))
         self._media = {name: Medium(bytes_per_s) for name, bytes_per_s in capacities(devices).items()}
         self._door = asyncio.Semaphore(_JOINING)
         self._loop = asyncio.get_running_loop()
@@ -124,7 +133,7 @@ class EmulatedFleet:
         while self._loop.time() < until_s:
             tasks_before = self.activity.contribution.tasks
             try:
-                goodbye = await self._connect(device, until_s)
+                goodbye = await self._work(device, until_s)
                 if goodbye is None:
                     return False
                 if not goodbye.rejoin:
@@ -147,7 +156,6 @@ class EmulatedFleet:
                     ) from None
             except CleaveError as fault:
                 why = str(fault)
-            self.activity.losses += 1
             log.info("%s: %s", device.name, why)
             if self.activity.contribution.tasks > tasks_before:
                 pause_s = _FIRST_PAUSE_S
@@ -155,11 +163,11 @@ class EmulatedFleet:
             pause_s = min(2 * pause_s, _MAX_PAUSE_S)
         return False
 
-    async def _connect(self, device: DeviceProfile, until_s: float) -> messages.Bye | None:
+    async def _work(self, device: DeviceProfile, until_s: float) -> messages.Bye | None:
         """Join and work until then, or until the server says goodbye; None if the device left by itself."""
         activity = self.activity
         async with self._door:
-            channel = self._shaped(await dial(self._terms.address.url, window_bytes=_WINDOW_BYTES), device)
+            channel = self._shaped(await self._connect(), device)
             try:
                 worker = self._worker(channel, device)
                 await worker.join()
@@ -171,7 +179,12 @@ class EmulatedFleet:
         activity.most_connected = max(activity.most_connected, activity.connected)
         try:
             async with asyncio.timeout_at(until_s if until_s < math.inf else None):
-                return await worker.run()
+                goodbye = await worker.run()
+                activity.losses += goodbye.rejoin
+                return goodbye
+        except CleaveError:
+            activity.losses += 1
+            raise
         except TimeoutError:
             activity.departures += 1
             await worker.leave("its owner needs it")
