@@ -6,7 +6,7 @@ BIN := .venv/bin
 # seconds for each target of `make fuzz`
 FUZZ_S ?= 60
 
-.PHONY: demo test test-all check lint types bench bench-server bench-live bench-faults bench-trust bench-step-planner bench-resident fuzz docs dist clean
+.PHONY: demo test test-all check lint types bench bench-server bench-live bench-faults bench-trust bench-step-planner bench-resident bench-wire bench-slow fuzz docs dist clean
 
 demo: .venv/ready
 	$(BIN)/cleave train
@@ -56,6 +56,12 @@ bench-faults: .venv/ready
 
 bench-step-planner: .venv/ready
 	$(BIN)/python benchmarks/run.py benchmarks/scenarios/step_planner.toml
+
+bench-wire: .venv/ready
+	$(BIN)/cleave bench benchmarks/scenarios/wire.toml --out build/wire
+
+bench-slow: .venv/ready
+	$(BIN)/cleave bench benchmarks/scenarios/slow64.toml --out build/slow64
 
 .venv/ready: pyproject.toml constraints.txt
 	@echo "installing into .venv, which takes a few minutes the first time"

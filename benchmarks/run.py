@@ -1,6 +1,7 @@
 """Run a benchmark scenario: `python benchmarks/run.py benchmarks/scenarios/gemm_planner.toml [--save]`.
 
-METHODOLOGY.md explains the output. Threads are set to one before numpy is loaded.
+Takes the scenarios that name a `benchmark`, a module of this directory; `cleave bench` takes the others, which list
+fleets and models. METHODOLOGY.md explains the output. Threads are set to one before numpy is loaded.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ def main() -> int:
     options = parser.parse_args()
     path: Path = options.scenario
     scenario = tomllib.loads(path.read_text())
+    if "benchmark" not in scenario:
+        sys.exit(f"{path} is a scenario of `cleave bench`, not of this script; run: cleave bench {path}")
     for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
     lines: list[str] = []

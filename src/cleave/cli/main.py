@@ -10,14 +10,14 @@ import sys
 from collections.abc import Sequence
 
 from cleave import __version__
-from cleave.cli import completion, emulate, fleet, join, plan, runs, token, train
+from cleave.cli import bench, completion, emulate, fleet, join, plan, runs, token, train
 from cleave.cli.arguments import BAD_INPUT, Parser
 from cleave.errors import CleaveError
 from cleave.printable import printable
 
 _FAILED = 1
 _INTERRUPTED = 130
-_LONG_RUNNING = {"train", "join", "emulate"}
+_LONG_RUNNING = {"train", "join", "emulate", "bench"}
 """Verbs that must not wait for whoever reads their output."""
 _LONGEST_MESSAGE = 4000
 
@@ -89,5 +89,6 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_to(verbs.add_parser)
     fleet.add_to(verbs.add_parser)
     emulate.add_to(verbs.add_parser)
+    bench.add_to(verbs.add_parser)
     completion.add_to(verbs.add_parser, parser)
     return parser

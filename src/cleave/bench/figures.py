@@ -1,0 +1,127 @@
+"""Figures of a cell from its raw numbers: medians, spread, measured over predicted, link rates against profiles.
+
+Pure arithmetic on records; `table.py` and `plot.py` show what is computed here.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass
+
+from cleave.bench.records import Measured, Rates, Reference, Run
+from cleave.core.fleet.profiles import read_csv
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """Median and range of a figure over steps."""
+
+    median: float
+    least: float
+    most: float
+
+    @property
+    def worst(self) -> float:
+        """Of a ratio: the value furthest from 1, either way."""
+        return max((self.least, self.most), key=lambda ratio: abs(math.log(ratio)) if ratio > 0 else math.inf)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """What a cell's table row says; None where nothing was measured."""
+
+    seconds: Spread
+    predicted_s: float | None
+    ratio: Spread | None
+    """Measured over predicted seconds of a batch."""
+    grains: tuple[str, ...]
+    down_bytes: float
+    up_bytes: float
+    server_cpu_s: float
+    device_cpu_s: float | None
+    peak_rss_bytes: int | None
+    down_off: float | None
+    """Learned over configured rate, less 1, of the device for which it is furthest from 0."""
+    up_off: float | None
+    loss_off: float | None
+    """Largest difference of a loss from plain torch's."""
+
+
+def figures(measured: Measured, warmup: int, reference: Reference | None) -> Figures | None:
+    """Summarize a cell over all of its runs, without the first `warmup` steps; None if no step is left."""
+    steps = [step for run in measured.runs for step in run.steps[warmup:]]
+    if not steps:
+        return None
+    ratios = [step.ratio for step in steps if step.ratio is not None]
+    predicted = [step.predicted_s for step in steps if step.predicted_s is not None]
+    device_cpu = [step.device_cpu_s for step in steps if step.device_cpu_s is not None]
+    peaks = [run.peak_rss_bytes for run in measured.runs if run.peak_rss_bytes is not None]
+    down_off, up_off = links_off(measured)
+    return Figures(
+        seconds=_spread([step.seconds for step in steps]),
+        predicted_s=statistics.median(predicted) if predicted else None,
+        ratio=_spread(ratios) if ratios else None,
+        grains=tuple(dict.fromkeys(step.grain or "?" for step in steps)),
+        down_bytes=statistics.median(step.down_bytes for step in steps),
+        up_bytes=statistics.median(step.up_bytes for step in steps),
+        server_cpu_s=statistics.median(step.server_cpu_s for step in steps),
+        device_cpu_s=statistics.median(device_cpu) if device_cpu else None,
+        peak_rss_bytes=max(peaks, default=None),
+        down_off=down_off,
+        up_off=up_off,
+        loss_off=_loss_off(measured, reference),
+    )
+
+
+def links_off(measured: Measured, step: int | None = None) -> tuple[float | None, float | None]:
+    """Return how far the learned link rates are from the fleet file's, down and up: the worst device of all runs.
+
+    Rates are those believed after `step`, by default the last one. Devices that moved nothing in a direction taught
+    the server nothing about it, and are left out.
+    """
+    if not measured.cell.fleet_csv:
+        return None, None
+    profiles = read_csv(measured.cell.fleet_csv, "fleet")
+    known = {name: index for index, name in enumerate(profiles.names)}
+    down: list[float] = []
+    up: list[float] = []
+    for run in measured.runs:
+        for rates in _rates_after(run, step):
+            index = known.get(rates.device)
+            if index is None:
+                continue
+            medium = float(profiles.medium_bytes_per_s[index])
+            for learned, own, moved, off in (
+                (rates.down_bytes_per_s, profiles.down_bytes_per_s, rates.down_bytes, down),
+                (rates.up_bytes_per_s, profiles.up_bytes_per_s, rates.up_bytes, up),
+            ):
+                configured = float(own[index]) if math.isnan(medium) else min(float(own[index]), medium)
+                if moved >= _LEAST_BYTES:
+                    off.append(learned / configured - 1)
+    return max(down, key=abs, default=None), max(up, key=abs, default=None)
+
+
+_LEAST_BYTES = 1 << 18
+
+
+def _rates_after(run: Run, number: int | None) -> tuple[Rates, ...]:
+    if number is None:
+        return run.steps[-1].rates if run.steps else ()
+    return next((step.rates for step in run.steps if step.number == number), ())
+
+
+def _spread(values: list[float]) -> Spread:
+    return Spread(median=statistics.median(values), least=min(values), most=max(values))
+
+
+def _loss_off(measured: Measured, reference: Reference | None) -> float | None:
+    if reference is None or measured.cell.fleet.compute == "none":
+        return None
+    pairs = [
+        (step.loss, reference.losses[step.number - 1])
+        for run in measured.runs
+        for step in run.steps
+        if step.number <= len(reference.losses)
+    ]
+    return max((abs(loss - plain) for loss, plain in pairs), default=None)
