@@ -332,7 +332,7 @@ class Cluster:
     def _plan_again(self, run: Run) -> object:
         assert isinstance(run, ResidentRun), "only passes ask for plans"
         batch = run.batch
-        work = PassWork(run.decoder, batch.sequences, batch.sequence, batch.is_trained)
+        work = PassWork(run.decoder, batch.sequences, batch.sequence, batch.is_trained, batch.wants_dx)
         return self.planning.plan_again(work, run.unable, run.barred)
 
     def disconnect(self, device: str, reason: str, *, rejoin: bool) -> None:

@@ -16,7 +16,7 @@ from cleave.core.plan.gemm.layer import Block, Extent
 from cleave.core.plan.gemm.reassign import plan_redo
 from cleave.core.schedule.ledger import Ledger
 from cleave.core.schedule.members import Roster
-from cleave.core.schedule.tasks import DeviceId
+from cleave.core.schedule.tasks import DeviceId, Operand
 from cleave.errors import InfeasibleError
 from cleave.server.operands import Cut
 
@@ -43,6 +43,9 @@ class FleetView:
     def is_only(self, devices: Collection[DeviceId]) -> bool:
         """Whether no other device is connected."""
         return sum(device in self._ledger for device in devices) == len(self._roster.members)
+
+    def holds(self, device: DeviceId, operand: Operand) -> bool:
+        return self._ledger.holds(device, operand.id)
 
     def memory_bytes(self, device: DeviceId) -> int:
         return self._roster.members[device].memory_bytes

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.support import fleets
 
 from cleave.core.cost.rates import Server
-from cleave.core.cost.resident import shard_costs, sum_up
+from cleave.core.cost.resident import compute_s_per_row, shard_costs, sum_up
 from cleave.core.cost.terms import live_terms
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.sublayers import Sublayer, SublayerKind
@@ -129,7 +129,7 @@ def test_neither_a_single_device_nor_data_parallelism_is_faster(fleet: Profiles,
     )
     everyone = tuple(range(len(fleet)))
     ways = [(device,) for device in everyone] + [everyone]
-    simple = [judge(problem, [Draft(0, len(sublayers), (way,))], 64) for way in ways]
+    simple = [judge(problem, [Draft(0, len(sublayers), (way,))], 64, is_played=True) for way in ways]
     feasible = [plan.step_s for plan in simple if plan is not None]
     if feasible:
         assert planned(fleet, sublayers, sequences).step_s <= min(feasible) * 1.001
@@ -154,8 +154,15 @@ def test_devices_of_one_machine_are_no_faster_than_its_cores() -> None:
         options = {"hidden": H, "sequences": 16, "sequence": S, "cores": cores}
         return plan_columns(equal(4, link=1e9), model(4), wire="bf16", **options)
 
+    def compute_s(plan: ResidentPlan) -> float:
+        of = sum_up(model(4), hidden=H, sequence=S, terms=live_terms("bf16"))
+        one = np.arange(len(of))  # shards of one sublayer recompute least
+        costs = shard_costs(of, one, np.ones_like(one), np.ones_like(one), chunk=plan.chunk)
+        return 16 * S * float(compute_s_per_row(costs, equal(1, link=1e9), plan.chunk, of.terms).sum())
+
     assert of(4.0).step_s == of(inf).step_s
-    assert of(1.0).step_s == pytest.approx(2 * of(2.0).step_s)
+    assert of(1.0).step_s >= compute_s(of(1.0))
+    assert of(2.0).step_s >= compute_s(of(2.0)) / 2
     assert of(1.0).step_s > 3 * of(inf).step_s
 
 
@@ -183,8 +190,8 @@ def test_when_memory_holds_few_sequences_they_take_turns() -> None:
 
 def test_with_frozen_weights_rows_are_shared_even_on_a_slow_medium() -> None:
     plan = planned(equal(4), model(12, trained=False), sequences=64, medium=1e7)
-    assert len(plan.stages) == 1
-    assert len(plan.stages[0].devices) == 4
+    assert len(plan.devices) == 4
+    assert all(len(stage.devices) > 1 for stage in plan.stages)
 
 
 def test_a_model_too_large_for_one_device_is_cut() -> None:

@@ -28,6 +28,10 @@ class Server:
     """ingress: everything received from devices"""
     flops_per_s: float = 0.0
     """0: the server computes no blocks itself"""
+    task_s: float = 0.0
+    """core seconds per task of a device: scheduling, sending, taking its result"""
+    byte_s: float = 0.0
+    """core seconds per byte that passes between a device and a task: encoding, copying, decoding, adding"""
 
     @property
     def is_capped(self) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 
 from cleave.core.cost.rates import Real, thin_effort
 from cleave.core.cost.terms import STATE_NUMBER_BYTES, Terms
-from cleave.core.fleet.profiles import Bools, Floats, Ints
+from cleave.core.fleet.profiles import Bools, Floats, Ints, Profiles
 from cleave.core.model.sublayers import Sublayer
 
 TARGET_BYTES = 4
@@ -101,6 +101,22 @@ def effective_flops_per_s(flops_per_s: Floats, chunk: int, terms: Terms) -> Floa
     return 1 / (1 / flops_per_s + read_s / (2 * chunk))
 
 
+def compute_s_per_row(of: ShardCosts, profiles: Profiles, chunk: int, terms: Terms) -> Floats:
+    """[shard, device]: seconds of a device's processor per row, forward and backward.
+
+    A chunk is a task each way, whose fixed cost its rows share; every byte moved is handled once.
+    """
+    return task_s_per_row(of, profiles, chunk) + of.flops_per_row[:, None] / effective_flops_per_s(
+        profiles.flops_per_s, chunk, terms
+    )
+
+
+def task_s_per_row(of: ShardCosts, profiles: Profiles, chunk: int) -> Floats:
+    """[shard, device]: the part of `compute_s_per_row` that is not arithmetic."""
+    moved = (of.down_bytes_per_row + of.up_bytes_per_row)[:, None]
+    return 2 * profiles.task_s / chunk + moved * profiles.byte_s
+
+
 def inside_numbers(sublayer: Sublayer, terms: Terms) -> float:
     each = {"attention": terms.attention_numbers, "mlp": terms.mlp_numbers, "head": terms.head_numbers}
     return each[sublayer.kind] * sublayer.inner
@@ -123,6 +139,8 @@ class SublayerSums:
     """[first, last]: numbers at work inside the widest of sublayers first..last, per row"""
     lengths: Floats
     """maximum number of slices per sublayer"""
+    wants_dx: bool
+    """whether the first sublayer returns the gradient of its input"""
 
     def __len__(self) -> int:
         return len(self.sublayers)
@@ -140,7 +158,8 @@ class SublayerSums:
         """Everything that costs depend on, one column per run; runs with equal columns cost the same."""
         last = first + count - 1
         whole, end = self.sums[:, last + 1] - self.sums[:, first], self.sums[:, last + 1] - self.sums[:, last]
-        return np.vstack([whole, end, self.widest[first, last], self.lengths[first]])
+        returns_dx = ((first > 0) | self.wants_dx).astype(np.float64)
+        return np.vstack([whole, end, self.widest[first, last], self.lengths[first], returns_dx])
 
 
 _SUMMED = (
@@ -149,7 +168,7 @@ _SUMMED = (
 )  # fmt: skip
 
 
-def sum_up(of: Sequence[Sublayer], *, hidden: int, sequence: int, terms: Terms) -> SublayerSums:
+def sum_up(of: Sequence[Sublayer], *, hidden: int, sequence: int, terms: Terms, wants_dx: bool = True) -> SublayerSums:
     each_keys = {window: seen_keys(0, sequence, window) / sequence for window in {s.window for s in of}}
     rows = [
         (
@@ -170,6 +189,7 @@ def sum_up(of: Sequence[Sublayer], *, hidden: int, sequence: int, terms: Terms) 
         sums=np.concatenate([np.zeros((len(_SUMMED), 1)), np.cumsum(table, axis=1)], axis=1),
         widest=widest,
         lengths=np.array([s.slices for s in of], dtype=np.float64),
+        wants_dx=wants_dx,
     )
 
 
@@ -181,6 +201,7 @@ class ShardCosts:
     trained: Floats
     flops_per_row: Floats
     """forward and backward"""
+    forward_flops_per_row: Floats
     down_bytes_per_row: Floats
     up_bytes_per_row: Floats
     again_bytes_per_row: Floats
@@ -221,7 +242,7 @@ def shard_costs(of: SublayerSums, first: Ints, count: Ints, slices: Ints, *, chu
         scores=part * run["scores"],
         passed_scores=0.0 if is_once else part * (run["scores"] - last["scores"]),
     )
-    has_head, has_attention = run["heads"] > 0, run["scores"] > 0
+    has_head, has_attention, has_dx = run["heads"] > 0, run["scores"] > 0, (first > 0) | of.wants_dx
     states = sequence_bytes(terms.state_bytes, part * run["kv_width"], sequence)
     workspace = workspace_bytes(
         terms,
@@ -237,8 +258,9 @@ def shard_costs(of: SublayerSums, first: Ints, count: Ints, slices: Ints, *, chu
         params=params,
         trained=trained,
         flops_per_row=forward + backward_flops(products),
+        forward_flops_per_row=forward,
         down_bytes_per_row=row_bytes + np.where(has_head, TARGET_BYTES + LOGSUMEXP_BYTES, row_bytes),
-        up_bytes_per_row=row_bytes + np.where(has_head, LOGSUMEXP_BYTES, row_bytes),
+        up_bytes_per_row=np.where(has_dx, row_bytes, 0) + np.where(has_head, LOGSUMEXP_BYTES, row_bytes),
         again_bytes_per_row=row_bytes + 0 * params,
         kept_bytes_per_row=hidden * terms.working_bytes + 0 * params,
         sync_down_bytes=terms.weight_bytes * trained,

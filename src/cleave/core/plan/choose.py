@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from cleave.core.cost.gemm import layer_bytes
-from cleave.core.cost.rates import handling_s
+from cleave.core.cost.rates import Server, handling_s
 from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.decoder import Attention, Decoder
@@ -37,6 +37,7 @@ class Setting:
     """Shared by all traffic, down and up, as on one Wi-Fi network."""
     cores: float = math.inf
     """How many devices can compute at once; devices on one machine share its cores."""
+    server: Server = field(default_factory=Server)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +88,8 @@ class PassWork:
     sequences: int
     sequence: int
     is_trained: bool
+    wants_dx: bool = True
+    """Whether the gradient of the decoder's input is needed, as where the token table is trained."""
 
     @property
     def linears(self) -> Iterator[Linear]:
@@ -193,6 +196,8 @@ def plan_pass(
         sequences=work.sequences,
         sequence=work.sequence,
         wire=setting.wire,
+        wants_dx=work.wants_dx,
+        server=setting.server,
         medium_bytes_per_s=setting.medium_bytes_per_s,
         cores=setting.cores,
         previous=previous,

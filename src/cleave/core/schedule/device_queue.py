@@ -16,13 +16,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 from cleave.core.cost.rates import Pace
+from cleave.core.plan.resident.timeline import IN_FLIGHT
 from cleave.core.schedule.device_memory import DeviceMemory
 from cleave.core.schedule.lateness import LATE, LATE_S, OVERDUE, STALLED, Slack
 from cleave.core.schedule.rectangles import Rectangle, total, within, without
 from cleave.core.schedule.tasks import Command, DeviceId, Forget, OperandId, Refuse, Start, Task, TaskId
 
-IN_FLIGHT = 6
-"""Maximum number of unfinished tasks on a device: enough that its links and compute never wait for the server."""
 _MAX_PIECES = 64  # pieces of one task that a device may owe; honest devices return bands
 _MAX_CANCELLED = 256  # cancelled tasks remembered, as their results may still be on their way
 

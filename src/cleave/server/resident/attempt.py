@@ -129,6 +129,8 @@ class Attempt:
     # -------------------------------------------------------------------------------------------- begin, end
 
     def begin(self) -> Requests:
+        ahead = self._tasks.first_hold_tasks(self._pipeline, self._fleet.memory_bytes, self._fleet.holds)
+        yield TasksSubmitted(tuple(ahead))
         yield from self._submit(self._pipeline.begin())
 
     def end(self) -> Requests:

@@ -100,6 +100,11 @@ class ResidentRun:
         self._has_delivered = False
         """Whether the caller has some gradients, which cannot be recomputed."""
 
+    @property
+    def plan(self) -> ResidentPlan | None:
+        """The plan of the latest attempt, or the one to begin with."""
+        return self._plan
+
     # -------------------------------------------------------------------------------------------- the caller's thread
 
     def backward(self, dy: Matrix | None) -> Future[Gradients]:

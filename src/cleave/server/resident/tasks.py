@@ -16,6 +16,7 @@ from cleave.core.cost.wire import DEVICE_BYTES, WireFormat, encoded_bytes
 from cleave.core.model.decoder import Decoder, Head, Part
 from cleave.core.model.shard import Shard
 from cleave.core.plan.resident.stages import ResidentPlan
+from cleave.core.plan.resident.timeline import AHEAD, BACKWARD, FORWARD, READING
 from cleave.core.schedule.accounts import Account, Seat
 from cleave.core.schedule.desks import Desk
 from cleave.core.schedule.pipeline import Pipeline, Unit
@@ -29,7 +30,6 @@ from cleave.server.operands import Operands, Tensor
 from cleave.server.resident.activations import Activations, Batched
 from cleave.server.resident.held_shard import HeldShard, hold
 
-_BACKWARD, _FORWARD, _READING, _AHEAD = 0, 1, 2, 3  # priorities, on the same scale as those of products
 _LEAST_SPEED = 1e-9
 
 
@@ -74,10 +74,10 @@ class ReadWork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HoldWork:
-    """Work of a task that only sends weights; keeps the tensor while it is in flight."""
+    """Work of a task that only sends weights; keeps new ones while they are in flight."""
 
     run: Run
-    tensor: Tensor
+    tensor: Tensor | None
     message: messages.RunTask
 
 
@@ -178,7 +178,7 @@ class ResidentTasks:
         elif unit.direction == "forward" and held.head is not None:
             cols, format = 2, "fp32"
         id = TaskId(next(self._ids))
-        priority = _BACKWARD if unit.direction == "backward" else _FORWARD
+        priority = BACKWARD if unit.direction == "backward" else FORWARD
         message = messages.RunTask(task=id, priority=priority, format=format, program=self._program(unit))
         return Task(
             id=id,
@@ -206,12 +206,12 @@ class ResidentTasks:
             if reading.wanted.get(index):
                 program = Collect(accumulator=reading.operands[index].id, rows=view.height, cols=view.width)
                 id = TaskId(next(self._ids))
-                message = messages.RunTask(task=id, priority=_READING, format=self._format, program=program)
+                message = messages.RunTask(task=id, priority=READING, format=self._format, program=program)
                 yield Task(
                     id=id,
                     device=account.device,
                     group=account,
-                    priority=_READING,
+                    priority=READING,
                     operands=(reading.operands[index],),
                     rows=view.height,
                     cols=view.width,
@@ -227,25 +227,41 @@ class ResidentTasks:
             views = [view for view, _ in held.trained if view.parameter == parameter]
             operands = tuple(self._operands.slice(tensor, view.rows, view.cols).operand for view in views)
             for desk in pipeline.desks.at(shard) if operands else ():
-                program = Hold(operands=tuple(operand.id for operand in operands))
-                id = TaskId(next(self._ids))
-                yield Task(
-                    id=id,
-                    device=desk.device,
-                    group=self._run,
-                    priority=_AHEAD,
-                    operands=operands,
-                    rows=1,
-                    cols=1,
-                    result_bytes=DEVICE_BYTES,
-                    up_bytes=DEVICE_BYTES,
-                    is_bound=True,
-                    work=HoldWork(
-                        self._run,
-                        tensor,
-                        messages.RunTask(task=id, priority=_AHEAD, format="fp32", program=program),
-                    ),
-                )
+                yield self._hold_task(desk.device, operands, tensor)
+
+    def first_hold_tasks(
+        self, pipeline: Pipeline, memory_bytes: Callable[[DeviceId], int], holds: Callable[[DeviceId, Operand], bool]
+    ) -> Iterator[Task]:
+        """Yield tasks that send devices the weights they lack, before the first unit reaches them.
+
+        Not to devices whose shards do not fit at once: one would evict the other.
+        """
+        for shard, held in self.held.items():
+            for desk in pipeline.desks.at(shard):
+                served = sum(self.need_bytes(other, one.slots) for other, one in pipeline.desks.of(desk.device))
+                if served > memory_bytes(desk.device):
+                    continue
+                missing = tuple(operand for operand in held.operands if not holds(desk.device, operand))
+                if missing:
+                    yield self._hold_task(desk.device, missing, None)
+
+    def _hold_task(self, device: DeviceId, operands: tuple[Operand, ...], tensor: Tensor | None) -> Task:
+        program = Hold(operands=tuple(operand.id for operand in operands))
+        id = TaskId(next(self._ids))
+        message = messages.RunTask(task=id, priority=AHEAD, format="fp32", program=program)
+        return Task(
+            id=id,
+            device=device,
+            group=self._run if tensor is not None else self,
+            priority=AHEAD,
+            operands=operands,
+            rows=1,
+            cols=1,
+            result_bytes=DEVICE_BYTES,
+            up_bytes=DEVICE_BYTES,
+            is_bound=True,
+            work=HoldWork(self._run, tensor, message),
+        )
 
     # -------------------------------------------------------------------------------------------- what devices make
 
@@ -268,9 +284,9 @@ class ResidentTasks:
         return tuple(one.id for one in self.readings.pop(what).operands) if what in self.readings else ()
 
     def forget_all(self) -> tuple[tuple[object, ...], tuple[OperandId, ...]]:
-        """Forget every seat and account; return them, and the operands that devices made for them."""
+        """Forget every seat and account; return them and other groups of tasks, and what devices made for them."""
         groups = (*self.states, *self.readings)
-        return groups, tuple(operand for what in groups for operand in self.forget(what))
+        return (*groups, self), tuple(operand for what in groups for operand in self.forget(what))
 
     def _state(self, seat: Seat) -> Operand:
         if seat not in self.states:

@@ -260,7 +260,7 @@ class _Runner:
         attention: str = call.base.config._attn_implementation  # type: ignore[union-attr, assignment]
         mask = padding(given.get("attention_mask"), x, first.window, attention)
         rotary = rotary_table(given["position_embeddings"], first.head_dim) if first.is_rotary else None
-        work = PassWork(description.stack, x.shape[0], x.shape[1], is_trained)
+        work = PassWork(description.stack, x.shape[0], x.shape[1], is_trained, is_trained and x.requires_grad)
         choice = self._fleet.choose_pass(work, self._local, must=self._must)
         if not choice.is_resident:
             return None

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from cleave.core.cost.rates import Server
-from cleave.core.cost.resident import ShardCosts, SublayerSums, effective_flops_per_s, shard_costs
+from cleave.core.cost.resident import ShardCosts, SublayerSums, compute_s_per_row, shard_costs
 from cleave.core.fleet.profiles import Bools, Floats, Ints, Profiles
 from cleave.core.plan.resident.stages import ColumnLimit
 
@@ -101,7 +101,8 @@ class Table:
     fits: Bools
     sync_s: Floats
     """[device]: seconds per trained number"""
-    flops_per_s: Floats
+    compute_s: Floats
+    """[kind, device]: seconds of compute per row"""
     times: int
     """how often weights are sent per step"""
 
@@ -135,10 +136,10 @@ def make_table(profiles: Profiles, sums: SublayerSums, rows: int, chunk: int, *,
     first, count, slices = np.array(runs, dtype=np.int64).T
     of = shard_costs(sums, first, count, slices, chunk=chunk)
     down, up = profiles.down_bytes_per_s, profiles.up_bytes_per_s
-    flops = effective_flops_per_s(profiles.flops_per_s, chunk, sums.terms)
     free = profiles.memory_bytes - of.memory_bytes[:, None]
     kept = np.maximum(free, 0.0) / of.kept_bytes_per_row[:, None] if is_held else 0.0
-    row_s = np.maximum(of.up_bytes_per_row[:, None] / up, of.flops_per_row[:, None] / flops)
+    compute_s = compute_s_per_row(of, profiles, chunk, sums.terms)
+    row_s = np.maximum(of.up_bytes_per_row[:, None] / up, compute_s)
     times = 1 if is_held else 2
     return Table(
         sums=sums,
@@ -153,7 +154,7 @@ def make_table(profiles: Profiles, sums: SublayerSums, rows: int, chunk: int, *,
         gained_s=kept * of.again_bytes_per_row[:, None] / down,
         fits=free >= 0,
         sync_s=np.maximum(sums.terms.gradient_bytes / up, times * sums.terms.weight_bytes / down),
-        flops_per_s=flops,
+        compute_s=compute_s,
         times=times,
     )
 
@@ -292,7 +293,7 @@ def weigh(table: Table, stages: tuple[StageCover, ...], server: Server) -> Cover
                 table.row_s[kind, devices] * rows, table.down_s[kind, devices] * rows - table.gained_s[kind, devices]
             )
             activation_s = max(activation_s, float(busy_s.max()))
-            chunk_s = table.chunk * (link_s[devices] + of.flops_per_row[kind] / table.flops_per_s[devices])
+            chunk_s = table.chunk * (link_s[devices] + table.compute_s[kind, devices])
             hop_s = max(hop_s, float((chunk_s + 2 * profiles.latency_s[devices]) @ rows) / table.rows)
             number_s = max(number_s, float(table.sync_s[devices].max()))
             kept = table.gained_s[kind, devices] * profiles.down_bytes_per_s[devices] / of.again_bytes_per_row[kind]
@@ -303,7 +304,7 @@ def weigh(table: Table, stages: tuple[StageCover, ...], server: Server) -> Cover
             sync_up += float(of.sync_up_bytes[kind] * len(devices))
             spent_s["up"] += float((rows / profiles.up_bytes_per_s[devices]).sum() * of.up_bytes_per_row[kind])
             spent_s["down"] += float((rows / profiles.down_bytes_per_s[devices]).sum() * of.down_bytes_per_row[kind])
-            spent_s["compute"] += float((rows / table.flops_per_s[devices]).sum() * of.flops_per_row[kind])
+            spent_s["compute"] += float(rows @ table.compute_s[kind, devices])
         sync_s = max(sync_s, number_s * float(of.trained[kind]) - _USABLE * fill_s)
         fill_s += hop_s
     flowing_s = max(down / server.down_bytes_per_s, up / server.up_bytes_per_s) - fill_s

@@ -2,13 +2,16 @@
 
 Devices are put into a few natural orders; along each, a dynamic program finds, for every number of stages and devices,
 the cut of the sublayers whose busiest column finishes first. Each such arrangement is then judged as a whole (fill,
-server, medium), so that data parallel, a pipeline, slices and everything in between compete on equal terms. Devices
+server, medium), so that data parallel, a pipeline, slices and everything in between compete on equal terms. The best
+are played through (`timeline.py`) with chunks of every size, and the winner's cuts are moved while that helps. Devices
 keep what they hold unless another arrangement is clearly faster. Knows neither shapes nor sockets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from math import inf
 
@@ -22,16 +25,20 @@ from cleave.core.fleet.profiles import Bools, Floats, Ints, Profiles
 from cleave.core.model.sublayers import Sublayer
 from cleave.core.plan.resident.search import Search
 from cleave.core.plan.resident.stages import Draft, Problem, ResidentPlan, drafts, judge, paces, share_rows
+from cleave.core.plan.resident.timeline import PLAYED_SEQUENCES
 from cleave.errors import InfeasibleError, InputError
 
 CHUNKS = (16, 32, 64, 128, 256)
 
 _WORTH_MOVING = 0.7  # another arrangement must take less than this share: rates fluctuate, and weights must be sent
 _STEPS_PER_E = 4  # rates within about a quarter count as equal when devices are sorted
-_FINALISTS = 3
+_FINALISTS = 5
+_MOST_UNITS = 20_000  # in one timeline: half a second
+_MOST_MOVES = 12  # cuts tried after the best arrangement is found
 _FEW = 5
 _MANY = 24  # beyond this many devices the dynamic program would take seconds
 _USUAL_CHUNK = 64
+_LIKELY_CHUNKS = 3
 
 
 def plan_columns(
@@ -42,6 +49,7 @@ def plan_columns(
     sequences: int,
     sequence: int,
     wire: WireFormat,
+    wants_dx: bool = True,
     server: Server | None = None,
     medium_bytes_per_s: float = inf,
     cores: float = inf,
@@ -60,7 +68,7 @@ def plan_columns(
             f"hidden {hidden}, {sequences} sequences of {sequence}, chunks {tuple(chunks)}; give a model and a batch"
         )
     problem = Problem(
-        sums=sum_up(sublayers, hidden=hidden, sequence=sequence, terms=live_terms(wire)),
+        sums=sum_up(sublayers, hidden=hidden, sequence=sequence, terms=live_terms(wire), wants_dx=wants_dx),
         sequences=sequences,
         profiles=profiles,
         server=server or Server(),
@@ -81,7 +89,14 @@ def _again(problem: Problem, previous: ResidentPlan | None) -> ResidentPlan | No
     if previous is None or sum(stage.count for stage in previous.stages) != len(problem.sums):
         return None
     stages = drafts(previous.stages, problem.profiles.names)
-    return None if stages is None else judge(problem, stages, min(previous.chunk, problem.sums.sequence))
+    return None if stages is None else _played(problem, stages, min(previous.chunk, problem.sums.sequence))
+
+
+def _played(problem: Problem, stages: Sequence[Draft], chunk: int) -> ResidentPlan | None:
+    """Judge an arrangement by its timeline, unless that is too long."""
+    shards = sum(len(stage.members) for stage in stages)
+    units = 2 * shards * min(problem.sequences, PLAYED_SEQUENCES) * -(-problem.sums.sequence // chunk)
+    return judge(problem, stages, chunk, is_played=units <= _MOST_UNITS)
 
 
 def _best(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | None:
@@ -99,10 +114,55 @@ def _best(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | None:
                     found.append(plan)
                     found.sort(key=lambda plan: plan.step_s)
         if found:
-            finalists = [drafts(plan.stages, problem.profiles.names) or [] for plan in found[:_FINALISTS]]
-            plans = (judge(problem, stages, size) for stages in finalists for size in chunks)
-            return min((plan for plan in plans if plan is not None), key=lambda plan: plan.step_s)
+            simple = [plan for stages in _simple(problem) if (plan := judge(problem, stages, chunk)) is not None]
+            return _refined(problem, _best_played(problem, [*found[:_FINALISTS], *simple], chunks))
     return None
+
+
+def _simple(problem: Problem) -> Iterator[list[Draft]]:
+    """The whole model on one device, and on all of them: what a plan must beat."""
+    everyone, length = range(len(problem.profiles)), len(problem.sums)
+    yield from ([Draft(0, length, ((device,),))] for device in everyone)
+    yield [Draft(0, length, (tuple(everyone),))]
+
+
+def _best_played(problem: Problem, plans: Sequence[ResidentPlan], chunks: Sequence[int]) -> ResidentPlan:
+    """The fastest of some arrangements by their timelines, with chunks of any size.
+
+    The chunk of each is chosen by the formula, and its neighbors are played too.
+    """
+    best: ResidentPlan | None = None
+    for plan in plans:
+        stages = drafts(plan.stages, problem.profiles.names) or []
+        judged = [(found.step_s, size) for size in chunks if (found := judge(problem, stages, size)) is not None]
+        likely = sorted(judged)[:_LIKELY_CHUNKS]
+        for played in (_played(problem, stages, size) for _, size in likely):
+            if played is not None and (best is None or played.step_s < best.step_s):
+                best = played
+    assert best is not None, "every arrangement given was feasible"
+    return best
+
+
+def _refined(problem: Problem, plan: ResidentPlan) -> ResidentPlan:
+    """Move cuts between neighboring stages, a sublayer at a time, while that makes the timeline shorter."""
+    tried = 0
+    has_changed = True
+    while has_changed and tried < _MOST_MOVES:
+        has_changed = False
+        stages = drafts(plan.stages, problem.profiles.names) or []
+        for number, shift in itertools.product(range(len(stages) - 1), (1, -1)):
+            left, right = stages[number], stages[number + 1]
+            if min(left.count + shift, right.count - shift) < 1 or max(len(left.members), len(right.members)) > 1:
+                continue
+            moved = list(stages)
+            moved[number] = replace(left, count=left.count + shift)
+            moved[number + 1] = replace(right, first=right.first + shift, count=right.count - shift)
+            tried += 1
+            found = _played(problem, moved, plan.chunk)
+            if found is not None and found.step_s < plan.step_s:
+                plan, has_changed = found, True
+                break
+    return plan
 
 
 def _best_of_many(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | None:
@@ -115,8 +175,8 @@ def _best_of_many(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | Non
         Draft(one.first, one.count, tuple(tuple(group.devices.tolist()) for group in one.groups))
         for one in found.cover.stages
     ]
-    plans = (judge(problem, stages, chunk) for chunk in chunks)
-    return min((plan for plan in plans if plan is not None), key=lambda plan: plan.step_s, default=None)
+    plans = [plan for chunk in chunks if (plan := judge(problem, stages, chunk)) is not None]
+    return _best_played(problem, plans[:1], chunks) if plans else None
 
 
 def _orders(profiles: Profiles) -> list[Ints]:

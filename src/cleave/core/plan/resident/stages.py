@@ -15,13 +15,24 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from cleave.core.cost.rates import Server
-from cleave.core.cost.resident import ShardCosts, SublayerSums, effective_flops_per_s, shard_costs
+from cleave.core.cost.resident import (
+    LOGSUMEXP_BYTES,
+    TARGET_BYTES,
+    ShardCosts,
+    SublayerSums,
+    compute_s_per_row,
+    shard_costs,
+    task_s_per_row,
+)
 from cleave.core.fleet.profiles import Bools, DeviceId, Floats, Ints, Profiles
 from cleave.core.model.shard import Shard
+from cleave.core.plan.resident.timeline import Post, Seating, Station, play
+from cleave.core.plan.resident.timeline import Shared as SharedByAll
 
 ColumnLimit = Literal["down", "compute", "up", "latency", "server", "medium", "memory"]
 
 _NEVER_S = 1e30
+_READINGS = 4  # trained parameters of a sublayer, each of which is read by a task of its own
 
 
 class Holding(NamedTuple):
@@ -156,7 +167,6 @@ def paces(problem: Problem, of: ShardCosts, members: Bools, chunk: int) -> Paces
     """Pace of each device in each column; `members` has a row per column and an entry per device."""
     profiles = problem.profiles
     down, up = profiles.down_bytes_per_s, profiles.up_bytes_per_s
-    flops = effective_flops_per_s(profiles.flops_per_s, chunk, problem.sums.terms)
     free = profiles.memory_bytes - of.memory_bytes[:, None]
     able = members & (free >= 0)
     kept = np.maximum(free, 0.0) / of.kept_bytes_per_row[:, None]
@@ -164,7 +174,7 @@ def paces(problem: Problem, of: ShardCosts, members: Bools, chunk: int) -> Paces
     again = np.clip(1 - kept / rows[:, None], 0.0, 1.0) * of.again_bytes_per_row[:, None]
     row_s = np.maximum((of.down_bytes_per_row[:, None] + again) / down, of.up_bytes_per_row[:, None] / up)
     return Paces(
-        row_s=np.maximum(row_s, of.flops_per_row[:, None] / flops),
+        row_s=np.maximum(row_s, compute_s_per_row(of, profiles, chunk, problem.sums.terms)),
         fixed_s=of.sync_down_bytes[:, None] / down + of.sync_up_bytes[:, None] / up,
         able=able,
         kept=kept,
@@ -197,13 +207,18 @@ def share_rows(pace: Paces, sequences: int, sequence: int, whole: Bools) -> tupl
     return np.where(pace.able.any(axis=1), end, np.inf), rows
 
 
-def judge(problem: Problem, stages: Sequence[Draft], chunk: int) -> ResidentPlan | None:
-    """The plan that these stages make, with rows shared; None if memory does not hold it."""
+def judge(problem: Problem, stages: Sequence[Draft], chunk: int, *, is_played: bool = False) -> ResidentPlan | None:
+    """The plan that these stages make, with rows shared; None if memory does not hold it.
+
+    With `is_played`, its time is that of its timeline, which takes milliseconds instead of microseconds.
+    """
     shared = _share(problem, stages, chunk)
     if shared is None:
         return None
     hops = _hops(problem, shared, chunk)
-    limit, busiest_s = _limit(problem, shared, hops)
+    limit, busiest_s = _limit(problem, shared, hops, chunk)
+    if is_played:
+        busiest_s = _played_s(problem, stages, shared, chunk) - hops.fill_s
     rows = iter(shared.rows)
     return ResidentPlan(
         stages=tuple(
@@ -236,7 +251,8 @@ class _Shared:
     ends_s: Floats
     """when each column finishes"""
     rows: Floats
-    flops_per_s: Floats
+    row_compute_s: Floats
+    """seconds of compute per row"""
     down: Floats
     """bytes"""
     up: Floats
@@ -249,7 +265,7 @@ class _Shared:
 
     @property
     def compute_s(self) -> Floats:
-        return self.of.flops_per_row[:, None] * self.rows / self.flops_per_s
+        return self.row_compute_s * self.rows
 
 
 def _share(problem: Problem, stages: Sequence[Draft], chunk: int) -> _Shared | None:
@@ -271,7 +287,7 @@ def _share(problem: Problem, stages: Sequence[Draft], chunk: int) -> _Shared | N
         pace=pace,
         ends_s=ends_s,
         rows=rows,
-        flops_per_s=effective_flops_per_s(profiles.flops_per_s, chunk, sums.terms),
+        row_compute_s=compute_s_per_row(of, profiles, chunk, sums.terms),
         down=of.down_bytes_per_row[:, None] * rows + again + np.where(rows > 0, of.sync_down_bytes[:, None], 0.0),
         up=of.up_bytes_per_row[:, None] * rows + np.where(rows > 0, of.sync_up_bytes[:, None], 0.0),
         begins=np.concatenate([[0], np.cumsum([len(stage.members) for stage in stages])[:-1]]),
@@ -290,12 +306,12 @@ class _Hops(NamedTuple):
 
 
 def _hops(problem: Problem, shared: _Shared, chunk: int) -> _Hops:
-    profiles, sums, of = problem.profiles, problem.sums, shared.of
+    profiles, sums = problem.profiles, problem.sums
     part, medium = shared.rows / problem.rows, problem.medium_bytes_per_s
     row_bytes = sums.hidden * sums.terms.activation_bytes
     link_s = 1 / np.minimum(profiles.down_bytes_per_s, medium) + 1 / np.minimum(profiles.up_bytes_per_s, medium)
     latency_s = 2 * part @ profiles.latency_s
-    compute_s = of.flops_per_row * (part @ (1 / shared.flops_per_s))
+    compute_s = (part * shared.row_compute_s).sum(axis=1)
     stage_s = np.maximum.reduceat(latency_s + chunk * (part @ (2 * row_bytes * link_s) + compute_s), shared.begins)
     # the busiest column's share of the first chunk is already part of its work
     counted_s = chunk * float(part[shared.busiest] @ shared.pace.row_s[shared.busiest])
@@ -307,7 +323,7 @@ def _hops(problem: Problem, shared: _Shared, chunk: int) -> _Hops:
     )
 
 
-def _limit(problem: Problem, shared: _Shared, hops: _Hops) -> tuple[ColumnLimit, float]:
+def _limit(problem: Problem, shared: _Shared, hops: _Hops, chunk: int) -> tuple[ColumnLimit, float]:
     """The bottleneck of a step, and its seconds without the pipeline's fill."""
     profiles, of, busiest = problem.profiles, shared.of, shared.busiest
     down_bytes, up_bytes = float(shared.down.sum()), float(shared.up.sum())
@@ -318,13 +334,17 @@ def _limit(problem: Problem, shared: _Shared, hops: _Hops) -> tuple[ColumnLimit,
     }
     whole_s: dict[ColumnLimit, float] = {
         max(parts_s, key=lambda name: parts_s[name]): float(shared.ends_s[busiest]),
-        "server": max(down_bytes / problem.server.down_bytes_per_s, up_bytes / problem.server.up_bytes_per_s),
+        "server": max(
+            down_bytes / problem.server.down_bytes_per_s,
+            up_bytes / problem.server.up_bytes_per_s,
+            2 * len(of) * problem.rows / chunk * problem.server.task_s
+            + (down_bytes + up_bytes) * problem.server.byte_s,
+        ),
         "medium": (down_bytes + up_bytes) / problem.medium_bytes_per_s,
     }
     limit = max(whole_s, key=lambda name: whole_s[name])
     longest_s = whole_s[limit]
-    free = np.maximum(profiles.memory_bytes - of.memory_bytes[:, None], 0.0)
-    more = np.floor(free / np.maximum(of.state_bytes, 1.0)[:, None])
+    more = np.floor(_free(problem, of) / np.maximum(of.state_bytes, 1.0)[:, None])
     at_once = float((np.minimum(1 + more, problem.sequences) * (shared.rows > 0)).sum(axis=1).min())
     in_turn_s = hops.journey_s * problem.sequences / at_once
     if in_turn_s > longest_s + hops.fill_s:
@@ -333,6 +353,90 @@ def _limit(problem: Problem, shared: _Shared, hops: _Hops) -> tuple[ColumnLimit,
     if together_s > longest_s + hops.fill_s:
         limit, longest_s = "compute", together_s - hops.fill_s
     return limit, longest_s
+
+
+def _flowing_s(problem: Problem, shared: _Shared, chunk: int) -> float:
+    """Seconds of the rows alone, in a full pipeline: of the busiest device, the medium, the cores or the server."""
+    of, server, tasks = shared.of, problem.server, 2 * problem.rows / chunk
+    moved = float((of.down_bytes_per_row + of.up_bytes_per_row).sum()) * problem.rows
+    return max(
+        float((shared.rows * shared.pace.row_s).max()),
+        moved / problem.medium_bytes_per_s,
+        float(shared.compute_s.sum()) / problem.cores,
+        len(of) * tasks * server.task_s + moved * server.byte_s,
+    )
+
+
+def _free(problem: Problem, of: ShardCosts) -> Floats:
+    """[column, device]: bytes left beside a column with one open sequence."""
+    return np.maximum(problem.profiles.memory_bytes - of.memory_bytes[:, None], 0.0)
+
+
+def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk: int) -> float:
+    """Seconds of the step's timeline."""
+    profiles, sums, of = problem.profiles, problem.sums, shared.of
+    used = np.flatnonzero(shared.rows.any(axis=0))
+    place = {device: number for number, device in enumerate(used.tolist())}
+    stations = [
+        Station(
+            down_bytes_per_s=float(profiles.down_bytes_per_s[device]),
+            up_bytes_per_s=float(profiles.up_bytes_per_s[device]),
+            latency_s=float(profiles.latency_s[device]),
+        )
+        for device in used.tolist()
+    ]
+    columns = [(number, stage) for number, stage in enumerate(stages) for _ in stage.members]
+    fixed_s = task_s_per_row(of, profiles, chunk) / 2
+    forward_part = of.forward_flops_per_row / of.flops_per_row
+    slots = 1 + np.floor(_free(problem, of) / np.maximum(of.state_bytes, 1.0)[:, None])
+    again = np.clip(1 - shared.pace.kept / np.maximum(shared.rows, 1.0), 0.0, 1.0)
+    row_bytes = sums.hidden * sums.terms.activation_bytes
+    posts: list[Post] = []
+    for number, (stage, draft) in enumerate(columns):
+        has_head = draft.first + draft.count == len(sums) and sums.sublayers[-1].kind == "head"
+        up_per_row = float(of.up_bytes_per_row[number])
+        forward_up = LOGSUMEXP_BYTES if has_head else row_bytes
+        seatings: list[Seating] = []
+        for device in np.flatnonzero(shared.rows[number]).tolist():
+            arithmetic_s = float(shared.row_compute_s[number, device] - 2 * fixed_s[number, device]) * chunk
+            part, each_s = float(forward_part[number]), float(fixed_s[number, device]) * chunk
+            seatings.append(
+                Seating(
+                    station=place[device],
+                    speed=float(shared.rows[number, device]),
+                    slots=int(min(slots[number, device], problem.sequences)),
+                    again=float(again[number, device]),
+                    forward_s=each_s + part * arithmetic_s,
+                    backward_s=each_s + (1 - part) * arithmetic_s,
+                )
+            )
+        posts.append(
+            Post(
+                stage=stage,
+                seatings=tuple(seatings),
+                forward_down=chunk * (row_bytes + (TARGET_BYTES if has_head else 0)),
+                forward_up=chunk * forward_up,
+                backward_down=chunk * (LOGSUMEXP_BYTES if has_head else row_bytes),
+                again_down=chunk * row_bytes,
+                backward_up=chunk * (up_per_row - forward_up),
+                weights_down=float(of.sync_down_bytes[number]),
+                gradients_up=float(of.sync_up_bytes[number]),
+                readings=_READINGS * draft.count,
+            )
+        )
+    return play(
+        posts,
+        stations,
+        sequences=problem.sequences,
+        chunks=-(-sums.sequence // chunk),
+        sequence_s=_flowing_s(problem, shared, chunk) / problem.sequences,
+        shared=SharedByAll(
+            task_s=problem.server.task_s,
+            byte_s=problem.server.byte_s,
+            medium_bytes_per_s=problem.medium_bytes_per_s,
+            cores=problem.cores,
+        ),
+    )
 
 
 def holdings(names: Sequence[str], sequences: Floats) -> tuple[Holding, ...]:
