@@ -217,6 +217,7 @@ class VirtualDriver:
             down_s=down_bytes / device.pace.down_bytes_per_s,
             up_bytes=task.up_bytes,
             up_s=task.up_bytes / device.pace.up_bytes_per_s,
+            payload_bytes=task.up_bytes,
         )
         format = run_of(task).format(task)
         self.post(Arrived(task.device, task.id, task.whole, format, None, seen), back)

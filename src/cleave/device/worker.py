@@ -157,15 +157,15 @@ class Worker:
     async def _receive(self) -> messages.Bye | None:
         while True:
             received = await self._channel.receive()
-            self._down_bytes += len(received.payload)
-            self._down_s += received.link_s
+            self._down_bytes += received.sustained.size_bytes
+            self._down_s += received.sustained.seconds
             self._contribution.down_bytes += len(received.payload)
             self._processor.received(len(received.payload))
-            goodbye = await self._handle(received.message, received.payload, received.link_s)
+            goodbye = await self._handle(received.message, received.payload, received.arrival_s)
             if goodbye is not None:
                 return goodbye
 
-    async def _handle(self, message: AnyMessage, payload: Buffer, link_s: float) -> messages.Bye | None:
+    async def _handle(self, message: AnyMessage, payload: Buffer, arrival_s: float) -> messages.Bye | None:
         match message:
             case messages.Store():
                 try:
@@ -193,7 +193,7 @@ class Worker:
             case messages.Probe(answer=answer):
                 if not 0 <= answer <= PAYLOAD_BYTES:
                     raise ProtocolError(f"expected a probe of at most {PAYLOAD_BYTES} bytes, got {answer}")
-                self._answer(messages.Probed(down_s=link_s, payload=answer), bytes(answer))
+                self._answer(messages.Probed(down_s=arrival_s, payload=answer), bytes(answer))
             case messages.Idle(reason=reason):
                 if time.monotonic() - self._noticed_at >= _NOTICE_S:
                     self._noticed_at = time.monotonic()

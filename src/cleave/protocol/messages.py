@@ -53,9 +53,10 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Probed(Message, frozen=True, kw_only=True):
-    """Answer a `Probe`: report how long its payload took to arrive, and return as many bytes as requested."""
+    """Answer a `Probe`: report how long its payload takes to arrive, and return as many bytes as requested."""
 
     down_s: float
+    """At the link's sustained rate, if enough bytes arrived to tell it."""
 
 
 class Result(Message, frozen=True, kw_only=True):
@@ -72,7 +73,7 @@ class Result(Message, frozen=True, kw_only=True):
     """Seconds spent computing this rectangle; with `flops`, the device's speed."""
     down_bytes: int
     down_s: float
-    """Seconds the link was busy with the `down_bytes` received since the last result."""
+    """Seconds the link was busy with `down_bytes` of those received since the last result, bursts left out."""
 
 
 class Failed(Message, frozen=True, kw_only=True):

@@ -195,8 +195,9 @@ class Connection:
             compute_s=result.compute_s,
             down_bytes=result.down_bytes,
             down_s=result.down_s,
-            up_bytes=result.payload,
-            up_s=received.link_s,
+            up_bytes=received.sustained.size_bytes,
+            up_s=received.sustained.seconds,
+            payload_bytes=result.payload,
         )
         part = Rectangle(top, top + result.rows, left, left + result.cols)
         self._post(Arrived(self.device, TaskId(result.task), part, result.format, received.payload, seen))

@@ -16,6 +16,7 @@ from cleave.errors import ConnectionLost
 from cleave.protocol import messages
 from cleave.protocol.frames import PAYLOAD_BYTES, Assembler, Buffer, parts
 from cleave.protocol.messages import AnyMessage
+from cleave.transport.link_meter import NOTHING, TELLING_BYTES, LinkMeter, Sustained
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +27,15 @@ class Received:
     payload: Buffer
     link_s: float
     """Seconds from the arrival of the header to the end of the payload."""
+    sustained: Sustained = NOTHING
+    """What its bytes say about the link's sustained rate."""
+
+    @property
+    def arrival_s(self) -> float:
+        """Seconds the payload takes at the link's sustained rate, or took if that cannot be told."""
+        size_bytes, seconds = self.sustained
+        is_told = size_bytes >= TELLING_BYTES and seconds > 0
+        return len(self.payload) * seconds / size_bytes if is_told else self.link_s
 
 
 class Channel(ABC):
@@ -35,6 +45,7 @@ class Channel(ABC):
         self.address = address
         """The peer's network address; empty within a process."""
         self._assembler = Assembler(0 if guarded else PAYLOAD_BYTES)
+        self._meter = LinkMeter()
         self._heard_s: float | None = None
         self._sending = asyncio.Lock()
         self._is_broken = False
@@ -66,7 +77,7 @@ class Channel(ABC):
                 started = time.perf_counter()
             complete = self._assembler.feed(data)
             if complete is not None:
-                return Received(complete[0], complete[1], time.perf_counter() - started)
+                return Received(*complete, time.perf_counter() - started, self._meter.take())
 
     async def close(self, reason: str = "") -> None:
         await self._close(reason)

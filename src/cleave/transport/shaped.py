@@ -93,11 +93,12 @@ class Shaped(Channel):
             is_header = not self._assembler.waits_for_payload
             data = await self._receive()
             self.received_bytes += len(data)
+            self._meter.arrived(len(data), self._arrived_s, is_continued=not is_header)
             if is_header:
                 self._header_s = self._arrived_s
             complete = self._assembler.feed(data)
             if complete is not None:
-                return Received(*complete, self._arrived_s - self._header_s)
+                return Received(*complete, self._arrived_s - self._header_s, self._meter.take())
 
     def allow(self, payload_bytes: int) -> None:
         self._inner.allow(payload_bytes)

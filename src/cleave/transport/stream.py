@@ -28,6 +28,7 @@ except ImportError:  # the pure Python version, for platforms without the compil
 from cleave.errors import ConnectionLost
 from cleave.printable import printable
 from cleave.protocol.frames import MESSAGE_BYTES, Buffer
+from cleave.transport.link_meter import LinkMeter
 
 PING_S = 20.0
 """Ping after this much silence; disconnect after as much again without an answer."""
@@ -52,6 +53,7 @@ class Stream(asyncio.BufferedProtocol):
     def __init__(self, *, is_client: bool) -> None:
         self.max_message_bytes = MESSAGE_BYTES
         """Largest message accepted from the peer; a server raises it once the device is admitted."""
+        self.meter = LinkMeter()
         self.is_guarded = False
         """Whether only one message at a time is accepted, as from a peer that is not admitted yet."""
         self._is_client = is_client
@@ -167,6 +169,7 @@ class Stream(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         self._heard = self._loop.time()
         self._received_bytes += nbytes
+        self.meter.arrived(nbytes, self._heard, is_continued=self._payload is not None)
         if self._payload is not None:
             self._filled += nbytes
             if self._filled == len(self._payload):

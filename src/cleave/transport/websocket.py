@@ -56,6 +56,7 @@ class WebSocketChannel(Channel):
         """`admitted` is called when a guarded channel is allowed to carry payloads."""
         super().__init__(guarded=guarded, address=address)
         self._stream, self._admitted = stream, admitted
+        self._meter = stream.meter  # which sees every piece of a message arrive
         if guarded:
             stream.max_message_bytes, stream.is_guarded = HEADER_BYTES, True
 

@@ -65,7 +65,7 @@ async def _come_and_go(channel: Channel, name: str) -> None:
         received = await channel.receive()
         if isinstance(received.message, messages.Probe):
             size = received.message.answer
-            await asyncio.sleep(0.1 if size else 0.0)  # as over a slow link, which needs no larger probe
+            await asyncio.sleep(1.0 if size else 0.0)  # as over a slow link, which needs no larger probe
             await channel.send(messages.Probed(down_s=0.0, payload=size), bytes(size))
     await channel.send(messages.Leaving(reason="next"))
     while not isinstance((await channel.receive()).message, messages.Bye):

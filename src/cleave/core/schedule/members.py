@@ -26,7 +26,7 @@ from cleave.core.schedule.pauses import Pauses
 from cleave.core.schedule.profile_table import Measured, ProfileTable
 from cleave.core.verify.trust import Level, Trust
 
-_FADE_BYTES = 32e6  # bytes after which a link's past counts half
+_FADE_LINK_S = 2.0  # seconds of traffic after which a link's past counts half
 _FADE_S = 1.0  # seconds of compute after which a processor's past counts half
 _LATENCY_FADE = 1.02
 _MAX_PAST = 4096
@@ -83,9 +83,12 @@ class Observation:
     flops: float
     compute_s: float
     down_bytes: int
+    """Bytes that tell the link's rate, which need not be all; the same below."""
     down_s: float
     up_bytes: int
     up_s: float
+    payload_bytes: int = 0
+    """Size of the result."""
 
     def bounded(self, elapsed: Elapsed, flops: float) -> Observation:
         """Replace reported seconds that the server's clock contradicts; `flops` is what the result should have taken.
@@ -270,8 +273,8 @@ class Roster:
             memory_bytes=memory_bytes,
             latency_s=latency_s,
             flops=Rate(flops_per_s, flops_per_s * _FADE_S, _MAX_FLOPS_PER_S, _MIN_FLOPS_PER_S),
-            down=Rate(down_bytes_per_s, _FADE_BYTES, _MAX_BYTES_PER_S, _MIN_BYTES_PER_S),
-            up=Rate(up_bytes_per_s, _FADE_BYTES, _MAX_BYTES_PER_S, _MIN_BYTES_PER_S),
+            down=Rate(down_bytes_per_s, down_bytes_per_s * _FADE_LINK_S, _MAX_BYTES_PER_S, _MIN_BYTES_PER_S),
+            up=Rate(up_bytes_per_s, up_bytes_per_s * _FADE_LINK_S, _MAX_BYTES_PER_S, _MIN_BYTES_PER_S),
             address=address,
             key=key,
             level=level,
@@ -303,7 +306,7 @@ class Roster:
         member.flops.add(seen.flops * effort, seen.compute_s)
         member.down.add(seen.down_bytes, seen.down_s)
         member.up.add(seen.up_bytes, seen.up_s)
-        member.up_bytes += seen.up_bytes
+        member.up_bytes += seen.payload_bytes
         member.compute_s += seen.compute_s
         self._table.prove(name)
         self.measured(name)

@@ -19,7 +19,9 @@ from cleave.server.admission.gate import group_of
 from cleave.transport.base import Channel, Received
 
 _PROBES = 3
-_SMALL_PROBE, _LARGE_PROBE = 256 << 10, 4 << 20
+_FIRST_PROBE, _SMALL_PROBE, _LARGE_PROBE = 128 << 10, 256 << 10, 4 << 20
+_MOST_BURST = 4.0  # factor by which a burst may have shortened a probe
+_PROBE_S, _LONG_PROBE_S = 0.05, 0.5  # for which a probe should keep a link busy, and beyond which none follows
 _PROBES_AT_ONCE, _PROBES_PER_S = 16.0, 0.5
 """Large probes that newcomers may get: in a burst, and in the long run."""
 _LEAST_FLOPS_PER_S = 1e3
@@ -135,19 +137,25 @@ async def _probe(channel: Channel, most_bytes: int) -> tuple[float, float, float
         await channel.send(messages.Probe(answer=0))
         await _probed(channel)
         latency_s = min(latency_s, time.perf_counter() - started)
-    size = 64 << 10
-    while True:  # grow until an exchange takes long enough to measure
+    down_bytes = up_bytes = _FIRST_PROBE
+    while True:  # grow each direction until it takes long enough to tell its rate
         started = time.perf_counter()
-        await channel.send(messages.Probe(answer=size // 4, payload=size), bytes(size))
+        await channel.send(messages.Probe(answer=up_bytes, payload=down_bytes), bytes(down_bytes))
         answer = await _probed(channel)
         took_s = max(time.perf_counter() - started - latency_s, 1e-6)
         assert isinstance(answer.message, messages.Probed)
-        up_s = max(answer.link_s, 1e-7)
-        down_s = max(min(took_s, max(answer.message.down_s, 0.0)), took_s - up_s, 1e-7)
-        down, up = size / down_s, size / 4 / up_s
-        if took_s > 0.05 or size >= most_bytes:
+        if up_bytes:
+            up = up_bytes / max(answer.arrival_s, 1e-7)
+        if down_bytes:
+            claimed_s = answer.message.down_s if answer.message.down_s > 0 else 0.0
+            # a burst may have made it shorter than the link's rate says, but nothing makes it shorter than it was
+            down = down_bytes / max(min(claimed_s, _MOST_BURST * took_s), took_s - answer.link_s, 1e-7)
+        down_bytes, up_bytes = (
+            4 * size if size and size / rate < _PROBE_S and size < most_bytes else 0
+            for size, rate in ((down_bytes, down), (up_bytes, up))
+        )
+        if took_s > _LONG_PROBE_S or not (down_bytes or up_bytes):
             return latency_s, min(down, 20e9), min(up, 20e9)
-        size *= 4
 
 
 async def _probed(channel: Channel) -> Received:
