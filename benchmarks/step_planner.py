@@ -24,8 +24,12 @@ from cleave.core.model.sublayers import Sublayer, sublayers_of
 from cleave.core.plan.resident.cover import Recipe, cover, make_table, weigh
 from cleave.core.plan.resident.large_fleet import ModelPlan, plan_resident
 from cleave.core.plan.resident.small_fleet import plan_columns
-from cleave.core.plan.rivals import Case, all_rivals, attention_by_heads_s
-from cleave.core.plan.step import choose_step, plan_step
+from cleave.core.plan.rivals.case import Case, Rival
+from cleave.core.plan.rivals.compare import all_rivals
+from cleave.core.plan.rivals.pipeline import PIPELINES
+from cleave.core.plan.rivals.products import GROUPED, attention_by_heads_s
+from cleave.core.plan.rivals.sharded import SHARDED
+from cleave.core.plan.step import StepChoice, choose_step, plan_step
 from cleave.errors import InfeasibleError
 
 _GBIT_BYTES = 1e9 / 8
@@ -42,6 +46,14 @@ class Grid(TypedDict):
     fleets: list[str]
     sizes: list[int]
     large: list[tuple[str, str, int, int]]
+
+
+class Few(TypedDict):
+    flops_per_s: float
+    memory_bytes: float
+    latency_s: float
+    mbit: list[tuple[float, float]]
+    cells: list[tuple[str, int, int]]
 
 
 class Caps(TypedDict):
@@ -63,6 +75,7 @@ class Scenario(TypedDict):
     tokens: int
     sequence: int
     grid: Grid
+    few: Few
     caps: Caps
     timing: Timing
 
@@ -72,6 +85,7 @@ def run(given: dict[str, object], say: Say) -> None:
     _table(scenario, say)
     _steps(scenario, say)
     _grid(scenario, say)
+    _few(scenario, say)
     _caps(scenario, say)
     _timing(scenario, say)
 
@@ -133,8 +147,8 @@ def _table(scenario: Scenario, say: Say) -> None:
         "every gemm alone, 2D": ("1847", alone.step_s + attention_s),
         "grouped q/k/v and gate/up, 3D where it pays": ("720", grouped.step_s + attention_s),
         "layers given to device groups, 3D inside": ("391", rivals["layer groups"]),
-        "GPipe x data parallel": ("280", rivals["GPipe x data parallel"]),
-        "FSDP-like": ("", rivals["FSDP-like"]),
+        "GPipe x data parallel": ("280", rivals[PIPELINES]),
+        "FSDP": ("", rivals[SHARDED]),
         "columns, bf16 wire": ("147", plan.step_s),
         "columns, int8 wire": ("86", columns("int8").step_s),
         "columns, fluid area bound (bf16)": ("", plan.bound_s),
@@ -196,33 +210,78 @@ def _grid(scenario: Scenario, say: Say) -> None:
     small = product(grid["models"], grid["fleets"], grid["sizes"])
     cells = [(model, kind, size, scenario["tokens"]) for model, kind, size in small] + list(grid["large"])
     say(f"## {len(cells)} cells: seconds per step, server unlimited\n")
-    say("`gain` is the best rival's time over the columns'; the faster plan is chosen. Rivals are lower bounds or")
-    say("optimistic estimates.\n")
+    say("`gain` is the best rival's time over the columns': below 1, the rival wins. Rivals keep their optimizer on")
+    say("devices and are lower bounds or optimistic estimates.\n")
     say("| model | fleet | devices | tokens | columns | / area bound | best rival | | gain | / grouped gemms |")
     say("|---|---|---|---|---|---|---|---|---|---|")
     gains: list[float] = []
     grouped: list[float] = []
+    lost: list[tuple[str, StepChoice]] = []
     for model, kind, size, tokens in cells:
         profiles = fleet(kind, size, scenario["seed"])
+        where = f"{model} | {kind} | {size} | {tokens}"
         try:
             chosen = choose_step(profiles, named(model), tokens, sequence=scenario["sequence"], resident_only=True)
         except InfeasibleError:
-            say(f"| {model} | {kind} | {size} | {tokens} | does not fit | | | | | |")
+            say(f"| {where} | does not fit | | | | | |")
             continue
-        rivals = {way.name: way.step_s for way in chosen.rivals}
-        columns_s = rivals.pop("columns")
-        best = min(rivals, key=lambda name: rivals[name])
-        gains.append(rivals[best] / columns_s)
-        grouped.append(rivals["grouped gemms"] / columns_s)
+        best = _best_rival(chosen)
+        gains.append(best.step_s / chosen.step_s)
+        grouped.append(next(way.step_s for way in chosen.rivals if way.name == GROUPED) / chosen.step_s)
+        if chosen.faster:
+            lost.append((where, chosen))
         say(
-            f"| {model} | {kind} | {size} | {tokens} | {columns_s:.1f} | {columns_s / chosen.bound_s:.2f} | "
-            f"{rivals[best]:.1f} | {best} | {gains[-1]:.2f} | {grouped[-1]:.1f} |"
+            f"| {where} | {chosen.step_s:.1f} | {chosen.step_s / chosen.bound_s:.2f} | {best.step_s:.1f} | {best.name} "
+            f"| {gains[-1]:.2f} | {grouped[-1]:.1f} |"
         )
     say(
         f"\ngain over the best rival: geometric mean {_geometric(gains):.2f}, least {min(gains):.2f}, lost "
-        f"{sum(gain < 1 for gain in gains)} of {len(gains)} (PLANNER.md: 1.5, 0.87, 1 of 64); over grouped gemms "
-        f"{_geometric(grouped):.1f} (6.8)\n"
+        f"{len(lost)} of {len(gains)}; over grouped gemms {_geometric(grouped):.1f}\n"
     )
+    say("### Lost cells\n")
+    say("| model | fleet | devices | tokens | faster | times | how | why |\n|---|---|---|---|---|---|---|---|")
+    for where, chosen in lost:
+        for rival in chosen.faster:
+            times = f"{chosen.step_s / rival.step_s:.2f}"
+            say(f"| {where} | {rival.name} | {times} | {rival.arrangement} | {rival.spares} |")
+    say("")
+
+
+def _few(scenario: Scenario, say: Say) -> None:
+    """Few devices on home links, where weights and gradients that travel every step weigh most."""
+    few = scenario["few"]
+    say("## Few devices: seconds per step (- where it does not fit)\n")
+    links = ", ".join(f"{down:g}/{up:g}" for down, up in few["mbit"])
+    say(
+        f"{few['flops_per_s'] / 1e12:g} TFLOP/s, {few['memory_bytes'] / 1e9:g} GB, {few['latency_s'] * 1e3:g} ms, "
+        f"links of {links} Mbit/s down/up in turn.\n"
+    )
+    names: list[str] = []
+    for model, tokens, count in few["cells"]:
+        links_bytes = np.resize(np.array(few["mbit"]), (count, 2)) * 1e6 / 8
+        same = np.ones(count)
+        profiles = Profiles(
+            names=tuple(f"d{number}" for number in range(count)),
+            flops_per_s=few["flops_per_s"] * same,
+            down_bytes_per_s=links_bytes[:, 0],
+            up_bytes_per_s=links_bytes[:, 1],
+            latency_s=few["latency_s"] * same,
+            memory_bytes=few["memory_bytes"] * same,
+        )
+        chosen = choose_step(profiles, named(model), tokens, sequence=scenario["sequence"], resident_only=True)
+        rivals = {way.name: way for way in chosen.rivals if not way.is_ours}
+        if not names:
+            names = sorted(rivals)
+            say(f"| model | devices | tokens | columns | {' | '.join(names)} | gain |")
+            say("|---" * (len(names) + 5) + "|")
+        told = [f"{rivals[name].step_s:.1f}" if rivals[name].fits else "-" for name in names]
+        gain = _best_rival(chosen).step_s / chosen.step_s
+        say(f"| {model} | {count} | {tokens} | {chosen.step_s:.1f} | {' | '.join(told)} | {gain:.2f} |")
+    say("")
+
+
+def _best_rival(chosen: StepChoice) -> Rival:
+    return next(way for way in chosen.rivals if not way.is_ours)
 
 
 def _caps(scenario: Scenario, say: Say) -> None:

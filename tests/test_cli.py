@@ -93,7 +93,9 @@ def test_a_plan_by_columns_as_json_takes_every_token_through_every_parameter_onc
     assert plan["arrangement"] == "columns"
     assert plan["step_s"] >= plan["bound_s"] > 0
     assert plan["step_s"] == pytest.approx(plan["activation_s"] + plan["synchronisation_s"] + plan["fill_s"])
-    assert all(plan["step_s"] <= way["step_s"] for way in plan["rivals"] if way["fits"])
+    assert all(plan["step_s"] <= way["step_s"] for way in plan["rivals"] if way["fits"] and way["runs"])
+    faster = {way["name"]: way for way in plan["rivals"] if way["fits"] and way["step_s"] < plan["step_s"]}
+    assert {rival["name"] for rival in plan["faster"]} == set(faster)
     for segment in plan["segments"]:
         taken = sum(unit["tokens"][1] - unit["tokens"][0] for unit in segment["units"])
         assert taken == 8192 * segment["slices"]
@@ -139,19 +141,22 @@ def test_a_plan_by_columns_is_drawn_and_compared_with_every_rival(
     for words in ("tokens down, parameters across", "limited by", "A100"):
         assert words in text
     assert re.search(r"one device [^:]*save[^:]*: (\w+ [\d.]+ \w+; )*phone [\d.]+ \w*s\b", text)
-    for way in ("columns", "GPipe x data parallel", "layer groups", "grouped gemms", "one by one", "FSDP-like"):
+    for way in ("columns", "GPipe x data parallel", "layer groups", "grouped gemms", "one by one", "FSDP", "alone"):
         assert way in text
 
 
-def test_a_plan_names_the_rival_that_is_faster(few: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_plan_says_which_rival_is_faster_by_how_much_and_why(few: str, capsys: pytest.CaptureFixture[str]) -> None:
     request = ["plan", "--model", "opt-125m", "--tokens", "8192", "--fleet", few]
     capsys.readouterr()
     assert main([*request, "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["segments"] == []
-    assert plan["arrangement"].startswith(plan["rivals"][0]["name"])
+    assert plan["segments"]
+    rival = plan["faster"][0]
+    assert rival["name"] == plan["rivals"][0]["name"]
+    assert rival["factor"] == pytest.approx(plan["step_s"] / plan["rivals"][0]["step_s"])
     assert main(request) == 0
-    assert "not planned unit by unit" in " ".join(capsys.readouterr().out.split())
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"{rival['name']} is {rival['factor']:.2f} times as fast: {rival['spares']}" in text
 
 
 def test_a_config_json_or_its_folder_is_accepted_as_a_model(

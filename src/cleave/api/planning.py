@@ -45,7 +45,7 @@ def plan(
     """Plan one gemm, or a model's whole step, over a fleet: profiles, or the path of a fleet CSV.
 
     A step with grain "gemm" is returned as a `StepPlan`; `split` and `grouped` apply to it only. Otherwise it is a
-    `StepChoice`: the fastest arrangement of all, or the best resident one with grain "resident".
+    `StepChoice`: the faster grain, or the resident one with grain "resident", beside every rival.
     """
     check_type(fleet, Profiles | str | Path, "a fleet as Profiles or the path of a fleet CSV")
     profiles = fleet if isinstance(fleet, Profiles) else load_fleet(fleet)

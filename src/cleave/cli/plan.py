@@ -72,7 +72,7 @@ def add_to(add: AddVerb) -> None:
         "--grain",
         choices=GRAINS,
         default=GRAIN,
-        help="blocks of products (gemm), resident layers, or the fastest arrangement of all (default: auto)",
+        help="blocks of products (gemm), resident layers, or the faster of the two (default: auto)",
     )
     choices.add_argument(
         "--split",

@@ -84,6 +84,14 @@ class RivalJson(TypedDict):
     fits: bool
     step_s: float | None
     arrangement: str
+    runs: bool
+    spares: str
+
+
+class FasterJson(TypedDict):
+    name: str
+    factor: float
+    spares: str
 
 
 class ChoiceJson(TypedDict):
@@ -97,6 +105,7 @@ class ChoiceJson(TypedDict):
     arrangement: str
     segments: list[StageJson] | list[SegmentJson]
     rivals: list[RivalJson]
+    faster: list[FasterJson]
 
 
 class ColumnsJson(ChoiceJson):
@@ -130,10 +139,21 @@ def _choice(choice: StepChoice) -> ChoiceJson:
         "bound_s": choice.bound_s,
         "grain": choice.grain,
         "arrangement": choice.arrangement,
-        "segments": _step(plan)["segments"] if isinstance(plan, StepPlan) else _stages(plan) if plan else [],
+        "segments": _step(plan)["segments"] if isinstance(plan, StepPlan) else _stages(plan),
         "rivals": [
-            {"name": r.name, "fits": r.fits, "step_s": r.step_s if r.fits else None, "arrangement": r.arrangement}
-            for r in choice.rivals
+            {
+                "name": rival.name,
+                "fits": rival.fits,
+                "step_s": rival.step_s if rival.fits else None,
+                "arrangement": rival.arrangement,
+                "runs": rival.is_ours,
+                "spares": rival.spares,
+            }
+            for rival in choice.rivals
+        ],
+        "faster": [
+            {"name": rival.name, "factor": choice.step_s / rival.step_s, "spares": rival.spares}
+            for rival in choice.faster
         ],
     }
     if not isinstance(plan, ModelPlan):

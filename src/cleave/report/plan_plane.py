@@ -22,20 +22,18 @@ from cleave.report.plan_words import limit_text
 from cleave.report.quantities import seconds, si
 
 _PART_COLOURS = {"activations": "#4c78a8", "synchronization": "#f58518", "fill": "#bbbbbb"}
-_CHOSEN, _OTHER = "#4c78a8", "#cccccc"
+_CHOSEN, _FASTER, _OTHER = "#4c78a8", "#e45756", "#cccccc"
 _SHADES = (0.0, 0.28, 0.14)
 _TICKS = 12
 
 
 def draw_choice(figure: Figure, choice: StepChoice, profiles: Profiles, colours: dict[str, str]) -> None:
     plan = choice.plan
-    if isinstance(plan, ModelPlan):
-        grid = figure.add_gridspec(2, 2, height_ratios=(3.2, 1.1), width_ratios=(1, 1.6))
-        _draw_plane(figure.add_subplot(grid[0, :]), plan, profiles, colours)
-        _draw_parts(figure.add_subplot(grid[1, 0]), plan)
-        _draw_alternatives(figure.add_subplot(grid[1, 1]), choice)
-    else:
-        _draw_alternatives(figure.add_subplot(1, 1, 1), choice)
+    assert isinstance(plan, ModelPlan), "a choice of gemms is drawn as such"
+    grid = figure.add_gridspec(2, 2, height_ratios=(3.2, 1.1), width_ratios=(1, 1.6))
+    _draw_plane(figure.add_subplot(grid[0, :]), plan, profiles, colours)
+    _draw_parts(figure.add_subplot(grid[1, 0]), plan)
+    _draw_alternatives(figure.add_subplot(grid[1, 1]), choice)
     figure.suptitle(
         f"{choice.shape.name}, {choice.tokens:,} tokens on {len(profiles):,} devices, wire {choice.wire}: "
         f"{seconds(choice.step_s)} a step ({choice.arrangement}), "
@@ -97,9 +95,10 @@ def _draw_parts(axes: Axes, plan: ModelPlan) -> None:
 def _draw_alternatives(axes: Axes, choice: StepChoice) -> None:
     alternatives = [alternative for alternative in choice.rivals if alternative.fits]
     positions = np.arange(len(alternatives))
-    chosen = [choice.arrangement.startswith(alternative.name) for alternative in alternatives]
     times_s = [alternative.step_s for alternative in alternatives]
-    axes.barh(positions, times_s, color=[_CHOSEN if is_chosen else _OTHER for is_chosen in chosen])
+    faster = {rival.name for rival in choice.faster}
+    colours = {choice.arrangement: _CHOSEN, **dict.fromkeys(faster, _FASTER)}
+    axes.barh(positions, times_s, color=[colours.get(alternative.name, _OTHER) for alternative in alternatives])
     for position, alternative in enumerate(alternatives):
         axes.text(alternative.step_s * 1.03, position, seconds(alternative.step_s), va="center", fontsize=8)
     axes.set_yticks(positions, [alternative.name for alternative in alternatives], fontsize=8)
@@ -108,6 +107,7 @@ def _draw_alternatives(axes: Axes, choice: StepChoice) -> None:
     axes.set_xlim(min(times_s) * 0.5, max(times_s) * 2)
     axes.set_xlabel("seconds per step (logarithmic)")
     missing = [alternative.name for alternative in choice.rivals if not alternative.fits]
-    axes.set_title(
-        "compared with every alternative" + (f" (do not fit: {', '.join(missing)})" if missing else ""), fontsize=10
-    )
+    title = "compared with every alternative" + (f" (do not fit: {', '.join(missing)})" if missing else "")
+    if faster:
+        title += "\nred: faster, but not something Cleave can run"
+    axes.set_title(title, fontsize=10)

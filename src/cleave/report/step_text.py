@@ -14,7 +14,7 @@ from cleave.core.model.gemms import step_flops
 from cleave.core.model.sublayers import sublayers_of
 from cleave.core.plan.resident.large_fleet import ModelPlan
 from cleave.core.plan.resident.plane import tiles, worth_of_one_more
-from cleave.core.plan.step import COLUMNS, StepChoice, StepPlan
+from cleave.core.plan.step import StepChoice, StepPlan
 from cleave.report.plain import plain_console
 from cleave.report.plan_words import CloudGpu, devices_text, limit_text, print_gpu, server_text, table
 from cleave.report.quantities import parameters, seconds, si
@@ -114,11 +114,24 @@ def _show_rivals(console: Console, choice: StepChoice) -> None:
     rows.add_column("how", overflow="fold")
     for way in choice.rivals:
         rows.add_row(
-            Text(way.name, style="bold" if choice.arrangement.startswith(way.name) else ""),
+            Text(way.name, style="bold" if way.name == choice.arrangement else ""),
             seconds(way.step_s) if way.fits else "-",
             f"{way.step_s / choice.step_s:.2f}" if way.fits else "-",
             way.arrangement,
         )
     console.print(rows)
-    if choice.arrangement != COLUMNS and choice.plan is None:
-        console.print("this arrangement is not planned unit by unit; its time is an optimistic estimate")
+    _show_faster(console, choice)
+
+
+def _show_faster(console: Console, choice: StepChoice) -> None:
+    """Say plainly where a rival wins, by how much and why."""
+    if not choice.faster:
+        console.print("no rival is faster")
+        return
+    for rival in choice.faster:
+        console.print(
+            Text.assemble(
+                (f"{rival.name} is {choice.step_s / rival.step_s:.2f} times as fast", "bold"), f": {rival.spares}"
+            )
+        )
+    console.print("cleave train does not run rivals; the plan above is the fastest that it can run")

@@ -20,7 +20,9 @@ from cleave.core.model.shapes import named
 from cleave.core.model.sublayers import sublayers_of
 from cleave.core.plan.resident.large_fleet import ModelPlan, plan_resident
 from cleave.core.plan.resident.plane import tiles, worth_of_one_more
-from cleave.core.plan.rivals import Case, all_rivals, attention_by_heads_s
+from cleave.core.plan.rivals.case import Case
+from cleave.core.plan.rivals.compare import all_rivals
+from cleave.core.plan.rivals.products import attention_by_heads_s
 from cleave.core.plan.step import choose_step, plan_step
 from cleave.errors import InfeasibleError, InputError
 
@@ -120,7 +122,7 @@ def test_a_model_that_fits_nowhere_is_refused_with_the_sizes() -> None:
         ("narrow", 4, Server(down_bytes_per_s=2e7, up_bytes_per_s=2e7, flops_per_s=1e9)),
     ],
 )
-def test_no_single_way_of_splitting_a_step_is_faster(kind: fleets.Kind, count: int, server: Server) -> None:
+def test_neither_grain_is_faster_than_the_choice(kind: fleets.Kind, count: int, server: Server) -> None:
     fleet, shape, tokens = fleets.build(kind, count, 3), SHAPE, 4 * S
     chosen = choose_step(fleet, shape, tokens, sequence=S, server=server)
     case = Case(profiles=fleet, shape=shape, tokens=tokens, sequence=S, wire="bf16", server=server)
@@ -128,18 +130,20 @@ def test_no_single_way_of_splitting_a_step_is_faster(kind: fleets.Kind, count: i
     gemms = plan_step(fleet, shape, tokens, sequence=S, server=server, split="2d")
     attention_s = 0.0 if gemms.attention_s else attention_by_heads_s(case)
     assert chosen.step_s <= gemms.step_s + attention_s
-    for rival in all_rivals(case):
-        if rival.name not in ("grouped gemms", "gemms one by one"):  # lower bounds of the plans above
-            assert chosen.step_s <= rival.step_s
     assert chosen.step_s >= chosen.bound_s
+    assert {rival.name for rival in all_rivals(case)} < {way.name for way in chosen.rivals}
 
 
-def test_a_rival_that_is_faster_is_named() -> None:
+def test_a_faster_rival_is_named_with_its_reason_and_never_chosen() -> None:
     fast = fleets.of(*(np.full(4, x) for x in (1e12, 1e9, 1e9, 0.5, 1e11)))
     chosen = choose_step(fast, SHAPE, 64 * S, sequence=S)
-    assert chosen.plan is None
-    assert chosen.arrangement.startswith(chosen.rivals[0].name)
-    assert chosen.step_s == chosen.rivals[0].step_s
+    assert chosen.faster
+    for rival in chosen.faster:
+        assert rival.step_s < chosen.step_s
+        assert not rival.is_ours
+        assert rival.spares
+    assert chosen.arrangement in ("columns", "grouped gemms")
+    assert chosen.step_s == min(way.step_s for way in chosen.rivals if way.name == chosen.arrangement)
 
 
 def test_joining_devices_never_slow_down_an_existing_plan() -> None:

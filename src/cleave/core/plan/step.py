@@ -1,9 +1,10 @@
-"""Plan a whole training step: gemm by gemm, or in the fastest of all known ways.
+"""Plan a whole training step: gemm by gemm, or in the fastest way that Cleave can run.
 
 `plan_step` is the step as a sequence of gemms, each cut over the whole fleet (grain "gemm"); equal shapes are planned
-once, and attention products stay on the server: their operands are small and their results large. `choose_step`
-compares it with columns with resident weights (`resident`) and with the arrangements of other systems (`rivals`) and
-keeps the fastest, so that no single way of cutting a step beats its result.
+once, and attention products stay on the server: their operands are small and their results large. `choose_step` takes
+the faster of that and columns with resident weights (`resident`), and lists the arrangements of other systems
+(`rivals`) beside it. Those are never chosen, as Cleave cannot run them: they keep optimizers on devices, or let devices
+talk to each other. Where one is faster, the choice says so.
 """
 
 from __future__ import annotations
@@ -20,17 +21,13 @@ from cleave.core.model.gemms import Gemm, Role, StepGemm, attention_products, st
 from cleave.core.model.shapes import ModelShape
 from cleave.core.plan.gemm.product import GemmPlan, Split, plan_gemm
 from cleave.core.plan.resident.large_fleet import ModelPlan, plan_resident
-from cleave.core.plan.rivals import Case, Rival, all_rivals, attention_by_heads_s
+from cleave.core.plan.rivals.case import Case, Rival
+from cleave.core.plan.rivals.compare import all_rivals
+from cleave.core.plan.rivals.products import GROUPED, attention_by_heads_s
 from cleave.errors import InfeasibleError
 
-StepGrain = Literal["gemm", "resident", "streamed"]
-COLUMNS, GROUPED = "columns", "grouped gemms"
-_GRAINS: dict[str, StepGrain] = {
-    COLUMNS: "resident",
-    "GPipe x data parallel": "resident",
-    "data parallel": "resident",
-    "FSDP-like": "streamed",
-}
+StepGrain = Literal["gemm", "resident"]
+COLUMNS = "columns"
 ROLES: tuple[Role, ...] = ("forward", "grad_input", "grad_weight")
 
 
@@ -108,21 +105,31 @@ def plan_step(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepChoice:
-    """The fastest way to do a step, and all the others."""
+    """The fastest way to do a step that Cleave can run, and all others."""
 
     shape: ModelShape
     tokens: int
     sequence: int
     wire: WireFormat
-    grain: StepGrain
     arrangement: str
-    """columns, grouped gemms, or a rival's name and how it would be done"""
+    """columns or grouped gemms"""
     step_s: float
-    bound_s: float
-    plan: ModelPlan | StepPlan | None
-    """None if a rival's arrangement wins: only its time is known"""
+    plan: ModelPlan | StepPlan
     rivals: tuple[Rival, ...]
-    """fastest first; includes "columns" and "grouped gemms" if planned in full"""
+    """every way, fastest first, the chosen one included"""
+
+    @property
+    def grain(self) -> StepGrain:
+        return "resident" if isinstance(self.plan, ModelPlan) else "gemm"
+
+    @property
+    def bound_s(self) -> float:
+        return min(self.step_s, self.plan.bound_s)
+
+    @property
+    def faster(self) -> tuple[Rival, ...]:
+        """Rivals that beat the choice, fastest first."""
+        return tuple(rival for rival in self.rivals if not rival.is_ours and rival.step_s < self.step_s)
 
 
 def choose_step(
@@ -135,7 +142,7 @@ def choose_step(
     server: Server | None = None,
     resident_only: bool = False,
 ) -> StepChoice:
-    """The fastest of all grains. Gemms are planned in full only if their lower bound could win."""
+    """The faster grain. Gemms are planned in full only if their lower bound could win."""
     server = server or Server()
     attention_products(shape, tokens, sequence)  # raises unless the tokens are whole sequences
     case = Case(profiles=profiles, shape=shape, tokens=tokens, sequence=sequence, wire=wire, server=server)
@@ -144,34 +151,32 @@ def choose_step(
     try:
         columns = plan_resident(profiles, shape, tokens, sequence=sequence, wire=wire, server=server)
         plans[COLUMNS] = columns
-        ways[COLUMNS] = Rival(name=COLUMNS, step_s=columns.step_s, arrangement=_columns(columns))
+        ways[COLUMNS] = Rival(name=COLUMNS, step_s=columns.step_s, arrangement=_columns(columns), is_ours=True)
     except InfeasibleError as why:
         if resident_only:
             raise
-        ways[COLUMNS] = Rival(name=COLUMNS, step_s=np.inf, arrangement=str(why))
-    if not resident_only and ways[GROUPED].step_s <= min(way.step_s for way in ways.values()):
-        gemms = plan_step(profiles, shape, tokens, sequence=sequence, wire=wire, server=server)
-        attention_s = 0.0 if gemms.attention_s else attention_by_heads_s(case)
-        plans[GROUPED] = gemms
-        ways[GROUPED] = Rival(
-            name=GROUPED,
-            step_s=gemms.step_s + attention_s,
-            arrangement="q/k/v and gate/up as one gemm, 3D where it pays",
-        )
-    ranked = sorted(ways.values(), key=lambda way: way.step_s)
-    best = ways[COLUMNS] if resident_only else ranked[0]
-    plan = plans.get(best.name)
+        ways[COLUMNS] = Rival(name=COLUMNS, step_s=np.inf, arrangement=str(why), is_ours=True)
+    if not resident_only and ways[GROUPED].step_s <= ways[COLUMNS].step_s:
+        try:
+            gemms = plan_step(profiles, shape, tokens, sequence=sequence, wire=wire, server=server)
+            attention_s = 0.0 if gemms.attention_s else attention_by_heads_s(case)
+            plans[GROUPED] = gemms
+            how, seconds = "q/k/v and gate/up as one gemm, 3D where it pays", gemms.step_s + attention_s
+        except InfeasibleError as why:
+            if not plans:
+                raise
+            how, seconds = str(why), np.inf
+        ways[GROUPED] = Rival(name=GROUPED, step_s=seconds, arrangement=how, is_ours=True)
+    best = min(plans, key=lambda name: ways[name].step_s)
     return StepChoice(
         shape=shape,
         tokens=tokens,
         sequence=sequence,
         wire=wire,
-        grain=_GRAINS.get(best.name, "gemm"),
-        arrangement=best.name if plan else f"{best.name}: {best.arrangement}",
-        step_s=best.step_s,
-        bound_s=min(best.step_s, plan.bound_s if plan else best.step_s),
-        plan=plan,
-        rivals=tuple(ranked),
+        arrangement=best,
+        step_s=ways[best].step_s,
+        plan=plans[best],
+        rivals=tuple(sorted(ways.values(), key=lambda way: way.step_s)),
     )
 
 
