@@ -145,6 +145,8 @@ class TrainConfig:
     """Gradient checkpointing: recompute activations in the backward pass instead of keeping them."""
     tensorboard: bool = True
     """Write TensorBoard files to the run directory, if TensorBoard is installed."""
+    scale_test: bool = False
+    """Measure this server alone: devices may answer without computing, nothing is checked, and nothing is saved."""
     sample: CountOrZero = 240
     """Tokens of text to sample from the trained model at the end; 0 for none."""
 

@@ -5,15 +5,15 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.support.emulation import FAST, activity_of, devices, emulated
 from tests.support.models import make, tokens
 from tests.support.plans import arranged
 from tests.support.virtual import run
@@ -26,7 +26,6 @@ from cleave.device.worker import Refusal
 from cleave.emulate.arithmetic import SharedThreads
 from cleave.emulate.devices import DeviceProfile
 from cleave.emulate.fleet import Activity, EmulatedFleet, Stays, Terms
-from cleave.emulate.pacing import KeepingUp
 from cleave.errors import ConnectionLost
 from cleave.server.admission.tokens import Keys
 from cleave.server.cluster import Cluster
@@ -35,19 +34,8 @@ from cleave.train.offload.distribute import distribute
 from cleave.transport.address import parse_address
 from cleave.transport.base import Channel
 
-FAST = DeviceProfile(
-    name="d", flops_per_s=5e9, down_bytes_per_s=1e8, up_bytes_per_s=1e8, latency_s=2e-3, memory_bytes=64_000_000
-)
 SLOWER = 20.0
 NOWHERE = Terms(address=parse_address("127.0.0.1:1"))
-
-
-def devices(count: int, profile: DeviceProfile = FAST) -> list[DeviceProfile]:
-    return [replace(profile, name=f"{profile.name}{i}") for i in range(count)]
-
-
-def activity_of(profiles: Sequence[DeviceProfile]) -> Activity:
-    return Activity(devices=len(profiles), keeping_up=KeepingUp())
 
 
 def law(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -162,33 +150,6 @@ def test_a_server_that_is_gone_ends_all_devices_with_one_sentence() -> None:
 
 
 # ------------------------------------------------------------------------------------------------ over sockets
-
-
-@contextmanager
-def emulated(url: str, profiles: Sequence[DeviceProfile]) -> Iterator[Activity]:
-    """Emulate devices in an event loop of their own, as another process would."""
-    activity = activity_of(profiles)
-    stop: list[Callable[[], object]] = []
-
-    async def main() -> None:
-        answers = SharedThreads(2)
-        work = asyncio.ensure_future(
-            EmulatedFleet(profiles, Terms(address=parse_address(url)), answers, activity).run()
-        )
-        loop = asyncio.get_running_loop()
-        stop.append(lambda: loop.call_soon_threadsafe(work.cancel))
-        with suppress(asyncio.CancelledError):
-            await work
-        answers.close()
-
-    thread = threading.Thread(target=lambda: asyncio.run(main()))
-    thread.start()
-    try:
-        yield activity
-    finally:
-        if thread.is_alive():
-            stop[0]()
-        thread.join()
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from cleave.device.replay import replay
 from cleave.errors import FleetGoneError, InputError
 from cleave.report.quantities import plural
 from cleave.server.admission import certificate
+from cleave.server.admission.gate import CROWDED
 from cleave.server.admission.tokens import Keys
 from cleave.server.cluster import Cluster
 from cleave.server.service import Service
@@ -44,6 +45,12 @@ _LOOK_S = 1.0
 """Between looks at local devices while waiting; also lets Ctrl-C through where waiting blocks it."""
 _HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Address to dial from this machine, if the server listens on all of them."""
+
+
+SCALE_TEST = (
+    "SCALE TEST: devices may answer without computing and nothing is checked, so losses and weights mean nothing, and "
+    "no model is saved"
+)
 
 
 class Fleet:
@@ -69,6 +76,7 @@ class Fleet:
         alone_wait_s: float = settings.ALONE_WAIT_S,
         links: Link | None = None,
         trust: Level | None = None,
+        scale_test: bool = False,
     ) -> None:
         """Start the server.
 
@@ -77,6 +85,8 @@ class Fleet:
         `trust` says who joins with `token`, or without one: `own` machines, `known` people, or strangers, the default;
         devices started here are `own` unless it is given. It decides how much of their work on resident layers is
         audited: nothing, a sample, or everything; all gemm results are verified in any case. `keys` have their own.
+        A `scale_test` measures this server alone: devices may answer without computing, nothing is checked, and results
+        mean nothing.
         """
         check_text("listen", listen, "0.0.0.0:7077")
         check_text("token", token, "a secret")
@@ -109,12 +119,25 @@ class Fleet:
                 stand_in=stand_in if alone == "compute" else None,
                 medium_bytes_per_s=self.medium_bytes_per_s,
                 replay=replay,
+                is_scale_test=scale_test,
             )
 
         wrap = None if links is None else shaping(links)
-        self._service = Service(listen, make, keys=keys, certificate=self._certificate, wrap=wrap, say=self.say)
+        self._service = Service(
+            listen,
+            make,
+            keys=keys,
+            certificate=self._certificate,
+            limits=CROWDED if scale_test else None,
+            wrap=wrap,
+            say=self.say,
+        )
         self._service.start()
         self.cluster = self._service.cluster
+        self.is_scale_test = scale_test
+        """Whether results mean nothing, as devices may answer without computing."""
+        if scale_test:
+            self.say(SCALE_TEST)
         if keys.is_open and self.is_reachable:
             self.say("anyone who can reach this server may join it and see what devices see; set a token")
 
@@ -131,6 +154,7 @@ class Fleet:
         alone_wait_s: float = settings.ALONE_WAIT_S,
         trust: Level | None = None,
         listener: events.Listener | None = None,
+        scale_test: bool = False,
     ) -> Fleet:
         """Serve devices at an address of this machine; run `join_command` on theirs.
 
@@ -138,7 +162,8 @@ class Fleet:
         with a self-signed certificate or with the PEM files given. `wire` is the number format on the wire. `offload`
         "auto" keeps on the server what is not worth sending. `trust` says who joins: `own` machines, `known` people, or
         strangers, the default, all of whose work on resident layers is recomputed here. `alone` is what to do while no
-        device is connected: wait, for at most `alone_wait_s` seconds, or compute on the server.
+        device is connected: wait, for at most `alone_wait_s` seconds, or compute on the server. `scale_test` measures
+        this server alone: devices of `cleave emulate --compute none` may join, nothing is checked, no result is real.
         """
         return cls(
             listen,
@@ -150,6 +175,7 @@ class Fleet:
             alone_wait_s=alone_wait_s,
             trust=trust,
             listener=listener,
+            scale_test=scale_test,
         )
 
     @classmethod

@@ -62,6 +62,13 @@ def add_to(add: AddVerb) -> None:
         help="claim this many times the true FLOP/s (default: 1)",
     )
     fleet.add_argument(
+        "--compute",
+        choices=("real", "none"),
+        default="real",
+        help="real: true results; none: zeros of the right shape, only for a server started with --scale-test "
+        "(default: real)",
+    )
+    fleet.add_argument(
         "--threads", type=count, metavar="N", help="threads that compute for all devices (default: one per core)"
     )
     connection = verb.add_argument_group("connection")
@@ -91,6 +98,7 @@ def _run(options: argparse.Namespace) -> None:
         calibration=options.calibrate,
         claim=options.claim,
         threads=options.threads,
+        computes=options.compute == "real",
         token=options.token,
         wait_s=options.wait,
         quiet=options.quiet,
@@ -106,6 +114,7 @@ def run_emulate(
     calibration: str | None,
     claim: float,
     threads: int | None,
+    computes: bool,
     token: str | None,
     wait_s: float,
     quiet: bool,
@@ -150,16 +159,18 @@ def run_emulate(
         said.append(say)
         gc.freeze()  # exempt everything loaded so far from collection
         gc.set_threshold(50_000)
-        runner.run(until_stopped(_emulate(profiles, terms, activity, threads or os.cpu_count() or 1, say)))
+        most_threads = threads or os.cpu_count() or 1
+        runner.run(until_stopped(_emulate(profiles, terms, activity, most_threads if computes else 0, say)))
 
 
 async def _emulate(
     profiles: list[DeviceProfile], terms: Terms, activity: Activity, threads: int, say: Callable[[str], None]
 ) -> None:
-    from cleave.emulate.arithmetic import SharedThreads
+    """Emulate devices that compute in so many threads; without any, they answer zeros."""
+    from cleave.emulate.arithmetic import SharedThreads, Zeros
     from cleave.emulate.fleet import EmulatedFleet
 
-    answers = SharedThreads(threads)
+    answers = SharedThreads(threads) if threads else Zeros()
     try:
         await EmulatedFleet(profiles, terms, answers, activity, say).run()
     finally:

@@ -106,6 +106,12 @@ def _add_work(add: Callable[..., None]) -> None:
     add("--grain", "unit of work: blocks of products (gemm), resident layers, or the faster one", choices=GRAINS)
     add("--wire", "number format on the wire", choices=WIRE_FORMATS)
     add("--offload", "auto: keep on the server what is not worth sending", choices=OFFLOADS)
+    add(
+        "--scale-test",
+        "measure this server alone: devices of cleave emulate --compute none may join, nothing is checked, no loss is "
+        "real, and no model is saved",
+        action="store_true",
+    )
     add("--overlap", "update each weight during backward, as soon as its gradient arrives", action="store_true")
 
 

@@ -86,6 +86,7 @@ class TrainingRun:
             listener=self.observe,
             alone=config.alone,
             trust=config.trust,
+            scale_test=config.scale_test,
             alone_wait_s=config.alone_wait_s or (settings.ALONE_WAIT_S if config.listen is None else math.inf),
         )
         run_files.claim(self._directory, fleet.public_url)

@@ -60,6 +60,7 @@ class Offer:
     token: str
     flops_per_s: float
     memory_bytes: int
+    version: int = messages.VERSION
 
 
 @dataclass(slots=True)
@@ -109,7 +110,7 @@ class Worker:
         """Introduce the device. Raises Refusal if the server rejects it."""
         await self._channel.send(
             messages.Hello(
-                version=messages.VERSION,
+                version=self._offer.version,
                 name=self._offer.name,
                 token=self._offer.token,
                 flops_per_s=self._offer.flops_per_s,
@@ -119,9 +120,9 @@ class Worker:
         )
         match (await self._channel.receive()).message:
             case messages.Welcome(version=version, name=name):
-                if version != messages.VERSION:
+                if version != self._offer.version:
                     raise Refusal(
-                        f"the server speaks protocol {version}, this device {messages.VERSION}; use the same release"
+                        f"the server speaks protocol {version}, this device {self._offer.version}; use the same release"
                     )
                 self.name = name
             case messages.Refused(reason=reason):

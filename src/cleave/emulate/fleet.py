@@ -43,10 +43,13 @@ ALWAYS: Stays = ((0.0, math.inf),)
 
 
 class Answers(Arithmetic, Protocol):
-    """Arithmetic, and the kernel of the devices it answers for."""
+    """Arithmetic, and the kernel and protocol version of the devices it answers for."""
 
     @property
     def kernel(self) -> Kernel: ...
+
+    @property
+    def version(self) -> int: ...
 
 
 @dataclass(slots=True, kw_only=True)
@@ -211,6 +214,7 @@ class EmulatedFleet:
             token=self._terms.token,
             flops_per_s=device.flops_per_s * self._terms.claim,
             memory_bytes=device.memory_bytes,
+            version=self._answers.version,
         )
         return Worker(
             channel,

@@ -40,7 +40,7 @@ from cleave.server.driver import Driver
 from cleave.server.engine import Engine
 from cleave.server.fleet_view import FleetView
 from cleave.server.gemm.product import Product
-from cleave.server.gemm.results import Checker, GemmResults
+from cleave.server.gemm.results import Checker, GemmResults, UncheckedResults
 from cleave.server.gemm.run import GemmRun
 from cleave.server.operands import Tensor
 from cleave.server.planning import Planning, Snapshot
@@ -95,14 +95,17 @@ class Cluster:
         arrange: Arrange = plan_columns,
         replay: Replay | None = None,
         draw: Callable[[], float] | None = None,
+        is_scale_test: bool = False,
     ) -> None:
         """Audits need `replay`; how many there are depends on the trust that comes with `keys`.
 
-        `draw` returns a random number between 0 and 1, by which accounts are sampled.
+        `draw` returns a random number between 0 and 1, by which accounts are sampled. A scale test admits devices that
+        compute nothing, and checks no result.
         """
         self.wire: WireFormat = wire
         self.loop = loop
-        self._codec, self._replay = codec or NumpyCodec(), replay
+        self._codec, self._replay = codec or NumpyCodec(), None if is_scale_test else replay
+        self._results = UncheckedResults if is_scale_test else GemmResults
         self.engine, self._lock = Engine(), threading.RLock()
         self._fleet = FleetView(self.engine.ledger, self.engine.roster)
         self._listener = _harmless(listener)
@@ -127,6 +130,7 @@ class Cluster:
             wait_s=alone_wait_s,
             stand_in=stand_in,
             listener=self.tell,
+            is_scale_test=is_scale_test,
         )
         self._draw = draw or secrets.SystemRandom().random
         self._ids = itertools.count(1)
@@ -175,7 +179,7 @@ class Cluster:
         run = GemmRun(
             product,
             plan.blocks[role] if plan is not None else (),
-            GemmResults(product, format, self._checker),
+            self._results(product, format, self._checker),
             priority=priority,
             format=format,
             operands=self._driver.operands,

@@ -84,11 +84,12 @@ class Driver:
         wait_s: float,
         stand_in: StandIn | None,
         listener: events.Listener,
+        is_scale_test: bool = False,
     ) -> None:
         """`lock` guards the engine's state."""
         self.operands = Operands(codec, self._release)
         self._engine, self._loop, self._lock, self._keys, self._planner = engine, loop, lock, keys, planner
-        self._listener = listener
+        self._listener, self._is_scale_test = listener, is_scale_test
         self._pool = Pool(loop)
         self.doorkeeper = Doorkeeper(keys)
         self._vacancy = Vacancy(
@@ -257,7 +258,15 @@ class Driver:
         connection: Connection | None = None
         reason, rejoin, is_fault = "the connection closed", True, False
         try:
-            member = await welcome(channel, self._engine.roster, self.doorkeeper, self._probes, self._lock, own)
+            member = await welcome(
+                channel,
+                self._engine.roster,
+                self.doorkeeper,
+                self._probes,
+                self._lock,
+                own,
+                is_scale_test=self._is_scale_test,
+            )
             if member is not None:
                 connection = Connection(
                     channel,

@@ -99,6 +99,8 @@ def run(
         raise InputError(
             f"the run in {run_directory} is finished: {found.step} of {config.steps} steps; add --steps N to train on"
         )
+    if found is not None and config.scale_test:
+        raise InputError(f"{run_directory} holds a trained model, which a scale test would ruin; give another --out")
     documents = library_documents() if config.data is None else read_documents(config.data)
     model, model_directory = build_model(config.model, config.dtype, config.seed, config.dropout)
     tokenizer = load_tokenizer(model_directory)
@@ -117,7 +119,9 @@ def run(
         )
         reason = trainer.train(trainer.wrapped(wrap), stack.enter_context(Interrupts()))
         exported, prompt, sample = None, "", ""
-        if reason == "done":
+        if reason == "done" and config.scale_test:
+            observe(Note(text="this was a scale test: its losses and weights mean nothing, and no model was saved"))
+        elif reason == "done":
             exported = _export(model, tokenizer, run_directory)
             if config.sample:
                 trainer.drop_optimizer()

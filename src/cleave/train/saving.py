@@ -95,7 +95,12 @@ class Saver:
         return position is not None and self.saved is not None and self.saved.step == position.step
 
     def save(self, position: Position | None) -> None:
-        """Save, or raise CleaveError. Does nothing if there is no step to save or it is saved already."""
+        """Save, or raise CleaveError. Does nothing if there is no step to save or it is saved already.
+
+        Never saves a scale test, whose weights come from devices that compute nothing.
+        """
+        if self._config.scale_test:
+            return
         if position is None or position.step == 0 or (self.saved is not None and self.saved.step == position.step):
             return
         try:

@@ -64,6 +64,10 @@ class Limits:
     """Deadline for the TLS handshake, and then again for a complete request."""
 
 
+CROWDED = Limits(per_address=16_384, per_loopback=16_384, strangers_per_address=512, burst=2_000, per_s=500.0)
+"""For tests of a server's scale, whose devices all come from one address."""
+
+
 def fitting(limits: Limits, descriptors: float, in_use: int) -> Limits:
     """Reduce limits to what a process can open, less what it has open and a reserve for files and processes."""
     reserve = min(_RESERVE, descriptors / 4)

@@ -27,6 +27,10 @@ _PROBES_AT_ONCE, _PROBES_PER_S = 16.0, 0.5
 _LEAST_FLOPS_PER_S = 1e3
 _PAYLOAD_BYTES = 16 << 20
 """Largest payload a device may announce, which bounds the memory of its connection."""
+_COMPUTES_NOTHING = (
+    "this device returns zeros instead of computing (--compute none), which only a server started with --scale-test "
+    "accepts; start one, or use --compute real"
+)
 _QUARANTINED = "this device is in quarantine because its results were wrong; check its memory and processor"
 
 log = logging.getLogger(__name__)
@@ -58,8 +62,12 @@ async def welcome(
     probes: ProbeBudget,
     lock: AbstractContextManager[object],
     own: str = "",
+    *,
+    is_scale_test: bool = False,
 ) -> Member | None:
     """Add a device to the roster, under `lock`; return None if it was refused. `own` names the server's own device.
+
+    A scale test also admits devices that compute nothing.
 
     A refusal says what is wrong with the hello and nothing about the run.
     """
@@ -69,7 +77,7 @@ async def welcome(
             raise ProtocolError(f"expected hello, got {hello.type_name()}")
         key = None if own else await doorkeeper.identify(hello.token, channel.address)
     async with asyncio.timeout(WITHIN_S):
-        reason = _objection(hello, is_known=own != "" or key is not None)
+        reason = _objection(hello, is_known=own != "" or key is not None, is_scale_test=is_scale_test)
         if reason:
             await _refuse(channel, reason)
             return None
@@ -84,7 +92,7 @@ async def welcome(
                 await channel.send(messages.Bye(reason=again, rejoin=True))
                 return None
             channel.allow(_PAYLOAD_BYTES)
-            await channel.send(messages.Welcome(version=messages.VERSION, name=name))
+            await channel.send(messages.Welcome(version=hello.version, name=name))
             latency_s, down, up = await _probe(channel, probes.take(asyncio.get_running_loop().time()))
             with lock:
                 return roster.add(
@@ -119,8 +127,11 @@ def joined(member: Member) -> events.DeviceJoined:
     )
 
 
-def _objection(hello: messages.Hello, *, is_known: bool) -> str:
-    if hello.version != messages.VERSION:
+def _objection(hello: messages.Hello, *, is_known: bool, is_scale_test: bool) -> str:
+    computes_nothing = hello.version == messages.SCALE_TEST_VERSION
+    if computes_nothing and not is_scale_test:
+        return _COMPUTES_NOTHING
+    if hello.version != messages.VERSION and not computes_nothing:
         return f"this server speaks protocol version {messages.VERSION}, not {hello.version}; install the same release"
     if not is_known:
         return "wrong or missing token; copy the whole join command again, or ask the owner of the run for a new one"
