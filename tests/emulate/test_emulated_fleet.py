@@ -33,6 +33,7 @@ from cleave.server.service import Service
 from cleave.train.offload.distribute import distribute
 from cleave.transport.address import parse_address
 from cleave.transport.base import Channel
+from cleave.transport.shaped import Link, Medium, Shaped
 
 SLOWER = 20.0
 NOWHERE = Terms(address=parse_address("127.0.0.1:1"))
@@ -48,8 +49,8 @@ class Emulated(World):
     def emulate(
         self, profiles: Sequence[DeviceProfile], stays: dict[str, Stays] | None = None, terms: Terms = NOWHERE
     ) -> Activity:
-        async def connect() -> Channel:
-            return self.connect()
+        async def connect(link: Link, medium: Medium | None) -> Channel:
+            return Shaped(self.connect(), link, medium, end="device")
 
         activity = activity_of(profiles)
         fleet = EmulatedFleet(profiles, terms, SharedThreads(1), activity, connect=connect)
@@ -137,7 +138,7 @@ def test_a_claim_overstates_the_speed_and_nothing_else() -> None:
 
 def test_a_server_that_is_gone_ends_all_devices_with_one_sentence() -> None:
     async def main() -> None:
-        async def connect() -> Channel:
+        async def connect(link: Link, medium: Medium | None) -> Channel:
             raise ConnectionLost("cannot reach it: refused")
 
         profiles = devices(30)

@@ -68,7 +68,7 @@ OVER_MEMORY = [
     "memory-to-shaped-device",
 ]
 WAYS = ["device-to-server", "server-to-device"]
-OVER_WEBSOCKETS = [f"{kind}{way}" for kind in ("", "tls-", "shaped-") for way in WAYS]
+OVER_WEBSOCKETS = [f"{kind}{way}" for kind in ("", "tls-", "shaped-", "paced-", "tls-paced-") for way in WAYS]
 
 
 @pytest.fixture(params=OVER_MEMORY + OVER_WEBSOCKETS)
@@ -90,7 +90,8 @@ async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     service: Service = request.getfixturevalue(named.get(request.param.partition("-")[0], "service"))
     pin = f"#sha256:{request.getfixturevalue('own').fingerprint}" if secure else ""
     doorman = cast(Doorman, service.cluster)
-    dialled = await dial(f"{'wss' if secure else 'ws'}://{service.address}/ws{pin}")
+    link = GENEROUS if "paced" in request.param else None
+    dialled = await dial(f"{'wss' if secure else 'ws'}://{service.address}/ws{pin}", link)
     channel, over = await doorman.next()
     device, server = Here(dialled), Abroad(channel, doorman.loop)
     yield (device, server) if request.param.endswith("device-to-server") else (server, device)

@@ -1,8 +1,8 @@
 """Emulated devices at work: each dials the server, joins, works and leaves as its stays say, all in one event loop.
 
-Each is an ordinary worker over an ordinary WebSocket. What is emulated wraps both: the channel takes the time of the
-device's link (`transport/shaped.py`, with one medium for all that share it), the processor that of its profile
-(`pacing.py`). When devices come and go is decided elsewhere (`churn.py`).
+Each is an ordinary worker over an ordinary WebSocket. What is emulated wraps both: bytes take the time of the device's
+link (`transport/paced.py`, with one medium for all that share it), computing that of its profile (`pacing.py`). When
+devices come and go is decided elsewhere (`churn.py`).
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from cleave.errors import CleaveError, ConnectionLost, InputError
 from cleave.protocol import messages
 from cleave.transport.address import Address
 from cleave.transport.base import Channel
-from cleave.transport.shaped import Link, Medium, Shaped
+from cleave.transport.shaped import Link, Medium
 from cleave.transport.websocket import dial
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.5, 30.0
 _JOINING = 16
 """Devices that join at the same time: a server bounds strangers, and answers the rest as fast in turns."""
-_WINDOW_BYTES = 256 << 10
-"""Unread bytes at which the server has to wait, as it would for a link."""
 _LAG_S = 0.1
 
 log = logging.getLogger(__name__)
 
 Say = Callable[[str], None]
-Connect = Callable[[], Awaitable[Channel]]
+Connect = Callable[[Link, Medium | None], Awaitable[Channel]]
+"""Opens a connection to the server over such a link."""
 Stays = Iterable[tuple[float, float]]
 """When a device is connected: from, until, in seconds since the start; in order."""
 ALWAYS: Stays = ((0.0, math.inf),)
@@ -95,9 +94,9 @@ class EmulatedFleet:
         say: Say = lambda text: None,
         connect: Connect | None = None,
     ) -> None:
-        """`connect` opens a connection to the server; by default a WebSocket to its address."""
+        """`connect` is by default a WebSocket to the server's address."""
         self._devices, self._terms, self._answers, self.activity, self._say = devices, terms, answers, activity, say
-        self._connect: Connect = connect or (lambda: dial(terms.address.url, window_bytes=_WINDOW_BYTES))
+        self._connect: Connect = connect or (lambda link, medium: dial(terms.address.url, link, medium))
         self._media = {name: Medium(bytes_per_s) for name, bytes_per_s in capacities(devices).items()}
         self._door = asyncio.Semaphore(_JOINING)
         self._loop = asyncio.get_running_loop()
@@ -170,7 +169,7 @@ class EmulatedFleet:
         """Join and work until then, or until the server says goodbye; None if the device left by itself."""
         activity = self.activity
         async with self._door:
-            channel = self._shaped(await self._connect(), device)
+            channel = await self._connect(link_of(device), self._media.get(device.medium))
             try:
                 worker = self._worker(channel, device)
                 await worker.join()
@@ -200,14 +199,6 @@ class EmulatedFleet:
             self._reached_s = self._loop.time()
             await channel.close()
 
-    def _shaped(self, channel: Channel, device: DeviceProfile) -> Shaped:
-        link = Link(
-            down_bytes_per_s=device.down_bytes_per_s,
-            up_bytes_per_s=device.up_bytes_per_s,
-            latency_s=device.latency_s / 2,
-        )
-        return Shaped(channel, link, self._media.get(device.medium), end="device")
-
     def _worker(self, channel: Channel, device: DeviceProfile) -> Worker:
         offer = Offer(
             name=device.name,
@@ -231,3 +222,11 @@ class EmulatedFleet:
             due_s = self._loop.time() + _LAG_S
             await asyncio.sleep(_LAG_S)
             self.activity.worst_lag_s = max(self.activity.worst_lag_s, self._loop.time() - due_s)
+
+
+def link_of(device: DeviceProfile) -> Link:
+    return Link(
+        down_bytes_per_s=device.down_bytes_per_s,
+        up_bytes_per_s=device.up_bytes_per_s,
+        latency_s=device.latency_s / 2,
+    )

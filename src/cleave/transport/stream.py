@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import struct
 from collections import deque
 from typing import cast
@@ -70,7 +69,6 @@ class Stream(asyncio.BufferedProtocol):
         self._idle_frames = 0
         self._messages: deque[Buffer] = deque()
         self._queued_bytes = 0
-        self._most_queued_bytes = _QUEUED_BYTES
         self._reading_paused = False
         self._arrived: asyncio.Future[None] | None = None
         self._writable = asyncio.Event()
@@ -102,19 +100,12 @@ class Stream(asyncio.BufferedProtocol):
             await self._arrived
         message = self._messages.popleft()
         self._queued_bytes -= len(message) + _OVERHEAD_BYTES
-        if self._reading_paused and self._queued_bytes <= self._most_queued_bytes // 2:
+        if self._reading_paused and self._queued_bytes <= _QUEUED_BYTES // 2:
             self._reading_paused = False
             self._heard = self._loop.time()  # the kernel buffered what the peer sent meanwhile
             if self._transport is not None and not self._transport.is_closing():
                 self._transport.resume_reading()
         return message
-
-    def limit_unread(self, size_bytes: int) -> None:
-        """Pause reading once this much waits to be received, here or in the system: the peer has to wait sooner."""
-        self._most_queued_bytes = size_bytes
-        raw = None if self._transport is None else self._transport.get_extra_info("socket")
-        if raw is not None:
-            raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, size_bytes)
 
     async def close(self, reason: str) -> None:
         """Close gracefully: queued data still goes out if the peer takes it within _CLOSE_S."""
@@ -276,7 +267,7 @@ class Stream(asyncio.BufferedProtocol):
         self._messages.append(message)
         self._queued_bytes += len(message) + _OVERHEAD_BYTES
         self._wake()
-        if self._queued_bytes > self._most_queued_bytes and not self._reading_paused and self._transport is not None:
+        if self._queued_bytes > _QUEUED_BYTES and not self._reading_paused and self._transport is not None:
             self._reading_paused = True
             self._transport.pause_reading()
 

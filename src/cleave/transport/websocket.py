@@ -31,6 +31,8 @@ from cleave.printable import printable
 from cleave.protocol.frames import HEADER_BYTES, MESSAGE_BYTES, Buffer
 from cleave.transport.address import PIN_BYTES
 from cleave.transport.base import Channel
+from cleave.transport.paced import PacedProtocol
+from cleave.transport.shaped import Link, Medium
 from cleave.transport.stream import Stream
 
 _OPEN_S = 10.0
@@ -87,8 +89,8 @@ class WebSocketChannel(Channel):
 # ------------------------------------------------------------------------------------------------ device
 
 
-async def dial(url: str, *, window_bytes: int | None = None) -> WebSocketChannel:
-    """Connect to a server; hold no more than about `window_bytes` and one message that nobody has received yet.
+async def dial(url: str, link: Link | None = None, medium: Medium | None = None) -> WebSocketChannel:
+    """Connect to a server, as if over `link` if given, on a medium that others may share.
 
     Raises ConnectionLost if it cannot be reached now, InputError if the URL can never work or the server's certificate
     is not the expected one.
@@ -98,15 +100,14 @@ async def dial(url: str, *, window_bytes: int | None = None) -> WebSocketChannel
     loop = asyncio.get_running_loop()
     try:
         async with asyncio.timeout(_OPEN_S):
-            _, stream = await loop.create_connection(
-                lambda: _DialingStream(ClientProtocol(uri), pin),
+            stream = _DialingStream(ClientProtocol(uri), pin)
+            await loop.create_connection(
+                lambda: stream if link is None else PacedProtocol(stream, link, medium),
                 uri.host,
                 uri.port,
                 ssl=_client_context(pinned=pin is not None) if uri.secure else None,
             )
             await stream.opened
-            if window_bytes is not None:
-                stream.limit_unread(window_bytes)
     except _SpeaksTls:
         secure = re.sub("^ws:", "wss:", address)
         raise InputError(f"{address} speaks TLS only; use {secure}, with what the server prints after #") from None
