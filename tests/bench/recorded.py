@@ -39,6 +39,7 @@ def step(number: int, seconds: float, **changes: object) -> Step:
         devices=2,
         server_cpu_s=0.25,
         device_cpu_s=0.5,
+        other_cpu_s=0.1,
         rates=(
             Rates(
                 device="a",
@@ -68,9 +69,12 @@ def results(tmp_path: Path) -> Results:
     path.write_text(SCENARIO)
     scenario, (full, lora) = read_scenario(path)
     steps = tuple(step(number, seconds) for number, seconds in enumerate((9.0, 5.0, 2.0, 3.0), start=1))
-    good = Run(started="2026-01-01T00:00:00+00:00", steps=steps, join_s=0.5, peak_rss_bytes=500_000_000)
+    kept_up: dict[str, object] = {"results": 200, "late_results": 8}
+    good = Run(
+        started="2026-01-01T00:00:00+00:00", steps=steps, join_s=0.5, peak_rss_bytes=500_000_000, emulation=kept_up
+    )
     bad = Run(started="2026-01-01T00:01:00+00:00", steps=steps[:1], failed="not finished | within 600 s")
-    versions = {"cleave": "0.1.0", "code": "abc"}
+    versions = {"cleave": "0.1.0", "code": "abc", "cores": "2"}
     return Results(
         scenario=scenario,
         command="cleave bench recorded.toml",

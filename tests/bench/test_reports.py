@@ -49,7 +49,7 @@ def test_the_table_says_what_was_measured_and_why_a_cell_failed(tmp_path: Path) 
     rows = [line for line in text.splitlines() if line.startswith("| two")]
     assert rows[0] == "| two | tiny | full | resident | 2.5 | 2-3 | 2 | **1.25** | **1.50** |"
     assert "not finished / within 600 s" in rows[1]
-    assert "3.0 | 1.0 | +10% | -5% | 0.25 | 0.5 | 500 | 2.5e-01 |" in rows[2]
+    assert "3.0 | 1.0 | +10% | -5% | 0.25 | 0.5 | 4% | 2% | 500 | 2.5e-01 |" in rows[2]
     assert "in 0 of 2 cells" in text
 
 
@@ -66,6 +66,17 @@ def test_steps_are_listed_side_by_side_on_request(tmp_path: Path) -> None:
     text = markdown(replace(recorded, scenario=replace(recorded.scenario, show_steps=True)))
     assert "| 1 | 9 | 9 |" in text
     assert "| 4 | 3 |  |" in text
+
+
+def test_times_of_a_machine_that_was_too_slow_or_busy_are_named(tmp_path: Path) -> None:
+    recorded = results(tmp_path)
+    (run,) = recorded.cells[0].runs
+    slow = replace(run, emulation={"results": 200, "late_results": 20})
+    busy = replace(run, steps=tuple(replace(step, other_cpu_s=2.0) for step in run.steps))
+    for changed, fact in ((slow, "too slow to emulate"), (busy, "Other processes")):
+        assert fact not in markdown(recorded)
+        text = markdown(replace(recorded, cells=(replace(recorded.cells[0], runs=(changed,)), recorded.cells[1])))
+        assert f"`{recorded.cells[0].cell.name}`" in next(line for line in text.splitlines() if fact in line)
 
 
 def test_cells_measured_with_other_code_are_named(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from cleave.core.fleet.profiles import read_csv
 from cleave.errors import InputError
 
 ROOT = Path(__file__).parents[2]
-SCENARIOS = [ROOT / "benchmarks" / "scenarios" / f"{name}.toml" for name in ("quick", "wire", "slow64")]
+SCENARIOS = [ROOT / "benchmarks" / "scenarios" / f"{name}.toml" for name in ("quick", "wire", "exact", "slow64")]
 FLEET = """device,flops_per_s,down_bytes_per_s,up_bytes_per_s,latency_s,memory_bytes
 a,1e9,1e6,2e5,0.01,1e9
 b,2e9,2e6,4e5,0.01,1e9
@@ -106,6 +106,13 @@ def test_a_fleet_is_repeated_or_cut_to_its_count(tmp_path: Path) -> None:
         _, cells = read_scenario(path)
         profiles = read_csv(cells[0].fleet_csv, "fleet")
         assert (len(profiles), profiles.names[-1]) == (count, last)
+
+
+def test_the_speed_of_all_devices_can_be_set(tmp_path: Path) -> None:
+    path = write(tmp_path, GOOD.replace('file = "two.csv"', 'file = "two.csv"\nflops_per_s = 3e9\ncount = 3'))
+    profiles = read_csv(read_scenario(path)[1][0].fleet_csv, "fleet")
+    assert profiles.flops_per_s.tolist() == [3e9] * 3
+    assert profiles.down_bytes_per_s.tolist() == [1e6, 2e6, 1e6]
 
 
 def test_a_sampled_fleet_is_the_same_for_the_same_seed(tmp_path: Path) -> None:

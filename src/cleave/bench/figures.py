@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cleave.bench.records import Measured, Rates, Reference, Run
+from cleave.bench.records import Measured, Rates, Reference, Run, Step
 from cleave.core.fleet.profiles import read_csv
 
 
@@ -40,6 +41,10 @@ class Figures:
     up_bytes: float
     server_cpu_s: float
     device_cpu_s: float | None
+    other_share: float | None
+    """Share of this machine's cores that other processes used meanwhile."""
+    late_share: float | None
+    """Share of answers that emulated devices gave later than their profile says, as this machine was too slow."""
     peak_rss_bytes: int | None
     down_off: float | None
     """Learned over configured rate, less 1, of the device for which it is furthest from 0."""
@@ -67,6 +72,8 @@ def figures(measured: Measured, warmup: int, reference: Reference | None) -> Fig
         up_bytes=statistics.median(step.up_bytes for step in steps),
         server_cpu_s=statistics.median(step.server_cpu_s for step in steps),
         device_cpu_s=statistics.median(device_cpu) if device_cpu else None,
+        other_share=_other_share(steps, int(measured.versions.get("cores", 1))),
+        late_share=_late_share(measured),
         peak_rss_bytes=max(peaks, default=None),
         down_off=down_off,
         up_off=up_off,
@@ -109,6 +116,17 @@ def _rates_after(run: Run, number: int | None) -> tuple[Rates, ...]:
     if number is None:
         return run.steps[-1].rates if run.steps else ()
     return next((step.rates for step in run.steps if step.number == number), ())
+
+
+def _other_share(steps: Sequence[Step], cores: int) -> float | None:
+    known = [(step.other_cpu_s, step.seconds) for step in steps if step.other_cpu_s is not None]
+    return sum(other_s for other_s, _ in known) / (cores * sum(seconds for _, seconds in known)) if known else None
+
+
+def _late_share(measured: Measured) -> float | None:
+    counts = [(run.emulation.get("late_results"), run.emulation.get("results")) for run in measured.runs]
+    known = [(late, all_) for late, all_ in counts if isinstance(late, int) and isinstance(all_, int) and all_ > 0]
+    return sum(late for late, _ in known) / sum(all_ for _, all_ in known) if known else None
 
 
 def _spread(values: list[float]) -> Spread:

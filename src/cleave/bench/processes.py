@@ -171,3 +171,9 @@ def pinned(cores: Sequence[int]) -> Generator[None]:
 def free_cores() -> int:
     """Number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def machine_cpu_s() -> float:
+    """Processor seconds since this machine started, of all processes and cores."""
+    times = psutil.cpu_times()
+    return times.user + times.system + getattr(times, "nice", 0.0)

@@ -56,6 +56,8 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag_field="message", tag="
     server_cpu_s: float
     device_cpu_s: float | None = None
     """Processor seconds of all device processes together."""
+    other_cpu_s: float | None = None
+    """Processor seconds that this machine spent on anything else meanwhile."""
     rates: tuple[Rates, ...] = ()
 
     @property

@@ -19,7 +19,7 @@ import msgspec
 from msgspec.structs import replace
 
 from cleave.bench.messages import AnyMessage, Failed, Finished, Job, Joined, Listening
-from cleave.bench.processes import Process, ending, free_cores
+from cleave.bench.processes import Process, ending, free_cores, machine_cpu_s
 from cleave.bench.records import Measured, Reference, Results, Run, Step, code_digest
 from cleave.bench.scenario import Cell, FleetSetting
 from cleave.errors import CleaveError
@@ -110,7 +110,7 @@ def run_cell(cell: Cell, limit_s: float, watch: Callable[[Step], None]) -> Run:
                 message = msgspec.json.decode(line, type=AnyMessage)
                 if isinstance(message, Listening):
                     devices += _start_devices(cell, message.url, token, Path(directory), processes)
-                heard(message, sum(device.cpu_s() for device in devices))
+                heard(message, sum(device.cpu_s() for device in devices), machine_cpu_s())
                 if heard.finished is not None:
                     break
             else:
@@ -147,25 +147,27 @@ class _Heard:
 
     def __init__(self, watch: Callable[[Step], None]) -> None:
         self._watch = watch
-        self._cpu_s = 0.0
+        self._cpu_s, self._machine_cpu_s = 0.0, 0.0
         self.steps: list[Step] = []
         self.join_s: float | None = None
         self.finished: Finished | None = None
 
-    def __call__(self, message: AnyMessage, device_cpu_s: float) -> None:
+    def __call__(self, message: AnyMessage, device_cpu_s: float, machine_cpu_s: float) -> None:
         match message:
             case Listening():
                 pass
             case Joined(seconds=seconds):
                 self.join_s = seconds
             case Step():
-                self.steps.append(replace(message, device_cpu_s=max(0.0, device_cpu_s - self._cpu_s)))
+                ours_s = max(0.0, device_cpu_s - self._cpu_s)
+                other_s = max(0.0, machine_cpu_s - self._machine_cpu_s - message.server_cpu_s - ours_s)
+                self.steps.append(replace(message, device_cpu_s=ours_s, other_cpu_s=other_s))
                 self._watch(self.steps[-1])
             case Finished():
                 self.finished = message
             case Failed(reason=reason):
                 raise _Stopped(reason)
-        self._cpu_s = device_cpu_s
+        self._cpu_s, self._machine_cpu_s = device_cpu_s, machine_cpu_s
 
 
 def _reference(cell: Cell, limit_s: float) -> Reference:
@@ -176,7 +178,7 @@ def _reference(cell: Cell, limit_s: float) -> Reference:
         worker = _start_worker(cell, processes, has_devices=False)
         try:
             for line in worker.lines(time.monotonic() + limit_s):
-                heard(msgspec.json.decode(line, type=AnyMessage), 0.0)
+                heard(msgspec.json.decode(line, type=AnyMessage), 0.0, machine_cpu_s())
         except TimeoutError:
             raise CleaveError(
                 f"plain torch did not finish {cell.steps} steps of {cell.model_name}/{cell.mode} within {limit_s:g} s; "

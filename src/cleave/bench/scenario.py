@@ -12,11 +12,13 @@ import io
 import re
 import tomllib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Final, Literal, cast
 
 import msgspec
+import numpy as np
 
 from cleave.api.planning import load_fleet, sample_fleet
 from cleave.core.cost.wire import WireFormat
@@ -31,7 +33,7 @@ _MODE: Final = re.compile(r"full|lora-[1-9]\d{0,3}")
 
 Count = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 CountOrZero = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Positive = Annotated[float, msgspec.Meta(gt=0, le=1e9)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e18)]
 Kind = Literal["emulate", "join"]
 Compute = Literal["real", "none"]
 
@@ -54,6 +56,8 @@ class FleetSetting(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sample: Sample | None = None
     count: Count | None = None
     """Number of devices: rows are repeated or cut off; required for `join`."""
+    flops_per_s: Positive | None = None
+    """Speed of every device, in place of the file's: what one core can really compute, say."""
     compute: Compute = "real"
     """`none` for emulated devices that return zeros: speed without arithmetic, so losses mean nothing."""
     claim: Positive = 1.0
@@ -246,7 +250,8 @@ def _check(scenario: Scenario, path: Path) -> None:
         else:
             require(sources == 0, f"fleet {name}: real devices measure themselves; drop file and sample")
             require(fleet.count is not None, f"fleet {name}: how many devices should join? add count")
-            require(fleet.compute == "real" and fleet.claim == 1, f"fleet {name}: compute and claim are for emulation")
+            emulated = (fleet.compute, fleet.claim, fleet.flops_per_s) == ("real", 1, None)
+            require(emulated, f"fleet {name}: compute, claim and flops_per_s are for emulated devices; drop them")
 
 
 def _check_model(name: str, model: ModelSetting, check: Callable[[bool, str], None]) -> None:
@@ -270,6 +275,8 @@ def _rows(name: str, fleet: FleetSetting, path: Path) -> str:
     else:
         assert fleet.file is not None
         profiles = load_fleet(path.parent / fleet.file)
+    if fleet.flops_per_s is not None:
+        profiles = replace(profiles, flops_per_s=np.full(len(profiles), fleet.flops_per_s))
     return _resized(write_csv(profiles), fleet.count) if fleet.count else write_csv(profiles)
 
 

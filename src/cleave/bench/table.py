@@ -8,6 +8,9 @@ from cleave.bench.figures import Figures, figures
 from cleave.bench.records import Measured, Results
 from cleave.report.quantities import plural
 
+_MANY_LATE = 0.05
+_BUSY = 0.1
+
 
 def markdown(results: Results) -> str:
     """Write the whole report."""
@@ -71,6 +74,8 @@ def _links_table(rows: Sequence[tuple[Measured, Figures]]) -> list[str]:
         "up rate off",
         "server CPU s",
         "devices' CPU s",
+        "late answers",
+        "others' CPU",
         "server peak MB",
         "loss off",
     )
@@ -84,6 +89,8 @@ def _links_table(rows: Sequence[tuple[Measured, Figures]]) -> list[str]:
                 _percent(found.up_off),
                 _number(found.server_cpu_s),
                 _number(found.device_cpu_s),
+                _share(found.late_share),
+                _share(found.other_share),
                 "" if found.peak_rss_bytes is None else f"{found.peak_rss_bytes / 1e6:.0f}",
                 "" if found.loss_off is None else f"{found.loss_off:.1e}",
             )
@@ -119,10 +126,34 @@ def _remarks(results: Results, rows: Sequence[tuple[Measured, Figures]]) -> list
             "",
             f"Measured over predicted is between {low:g} and {high:g} in {good} of {len(results.cells)} cells.",
         ]
-    others = [each.cell.name for each in results.cells if each.versions.get("code") != results.versions.get("code")]
-    if others:
-        lines += ["", f"Measured with other code than the rest, on an earlier run: {', '.join(others)}."]
+    code = results.versions.get("code")
+    for remark, cells in (
+        (
+            "This machine was too slow to emulate all devices at their speed, so times are too long",
+            [each for each, found in rows if (found.late_share or 0.0) > _MANY_LATE],
+        ),
+        (
+            "Other processes took part of the machine, so times may be too long",
+            [each for each, found in rows if (found.other_share or 0.0) > _BUSY],
+        ),
+        (
+            "Devices answered zeros, at the speed of their profiles, so there is no loss to compare",
+            [each for each, _ in rows if each.cell.fleet.compute == "none"],
+        ),
+        (
+            "Measured on an earlier run, with other code",
+            [each for each in results.cells if each.versions.get("code") != code],
+        ),
+    ):
+        if cells:
+            lines += ["", f"{remark}: {_names(cells, results)}."]
     return lines
+
+
+def _names(cells: Sequence[Measured], results: Results) -> str:
+    if len(cells) == len(results.cells) > 1:
+        return "all cells"
+    return ", ".join(f"`{each.cell.name}`" for each in cells)
 
 
 def _name_columns(rows: Sequence[Measured]) -> dict[str, Callable[[Measured], str]]:
@@ -153,6 +184,10 @@ def _number(value: float | None) -> str:
 
 def _percent(value: float | None) -> str:
     return "" if value is None else f"{value:+.0%}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.0%}"
 
 
 def _judged(value: float | str, target: tuple[float, float] | None) -> str:

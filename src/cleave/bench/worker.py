@@ -97,7 +97,15 @@ def _over_fleet(job: Job, say: _Messages) -> None:
 
     cell, heard = job.cell, _Heard()
     model = build(cell)
-    with Fleet.serve("127.0.0.1:0", token=job.token, wire=cell.wire, trust="own", listener=heard) as fleet:
+    serving = Fleet.serve(
+        "127.0.0.1:0",
+        token=job.token,
+        wire=cell.wire,
+        trust="own",
+        listener=heard,
+        scale_test=cell.fleet.compute == "none",
+    )
+    with serving as fleet:
         if job.device_cores is not None:
             fleet.cluster.planning.share_cores(job.device_cores / cell.fleet.threads)
         say(Listening(url=fleet.url))
@@ -113,7 +121,7 @@ def _over_fleet(job: Job, say: _Messages) -> None:
                     number=step.number,
                     seconds=step.seconds,
                     batch_s=step.batch_s,
-                    predicted_s=now.predicted_s,
+                    predicted_s=_predicted_s(fleet),
                     loss=step.loss,
                     down_bytes=now.down_bytes - status.down_bytes,
                     up_bytes=now.up_bytes - status.up_bytes,
@@ -149,6 +157,12 @@ class _Heard:
         self.counted[str(event.__struct_config__.tag)] += 1
         if isinstance(event, events.GrainChosen):
             self.choices.append(f"{event.grain}: {event.reason}")
+
+
+def _predicted_s(fleet: Fleet) -> float | None:
+    """Return what the plan of the last pass said; it may have changed since its grain was chosen."""
+    status, plan = fleet.status(), fleet.cluster.planning.latest
+    return plan.step_s if status.grain == "resident" and plan is not None else status.predicted_s
 
 
 def _plan_in_words(fleet: Fleet) -> str:
