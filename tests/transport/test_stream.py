@@ -20,8 +20,8 @@ from cleave.transport.websocket import WebSocketChannel
 class Wire(asyncio.Transport):
     """A transport without a network: keeps what is written, and sends only when told to."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, peer: tuple[object, ...] | None = None) -> None:
+        super().__init__({} if peer is None else {"peername": peer})
         self.written = bytearray()
         self.unsent_bytes = 0
         self.over = self.paused = False
@@ -308,3 +308,20 @@ async def test_an_in_process_channel_counts_silence_from_the_last_message() -> N
     await near.send(Failed(task=1, reason=""))
     await far.receive()
     assert 0 <= far.silent_s <= asyncio.get_running_loop().time() - before
+
+
+@pytest.mark.parametrize(
+    ("peer", "is_hidden"),
+    [(("127.0.0.1", 7077), True), (("::1", 7077, 0, 0), True), (("192.168.1.20", 7077), False)],
+)
+async def test_a_client_masks_bytes_that_others_could_see(peer: tuple[object, ...], is_hidden: bool) -> None:
+    stream, wire = Stream(is_client=True), Wire(peer)
+    stream.connection_made(wire)
+    data = filled(1000)
+    await stream.send(data)
+    stream._flush()
+    assert (data in wire.written) is is_hidden
+    receiver = Stream(is_client=False)
+    receiver.connection_made(Wire())
+    feed(receiver, bytes(wire.written))
+    assert bytes(await receiver.receive()) == data

@@ -34,7 +34,7 @@ def acquire() -> None:
             return
         _restore.callback(sys.setswitchinterval, sys.getswitchinterval())
         sys.setswitchinterval(_SWITCH_S)
-        if keep_freed_memory():
+        if keep_freed_memory(one_arena=True):
             _restore.callback(return_freed_memory)
         _restore.callback(raise_descriptors(_DESCRIPTORS))
         _restore.enter_context(ThreadpoolController().select(internal_api="openblas").limit(limits=1))

@@ -15,7 +15,7 @@ _DEFAULT_BYTES = 128 << 10
 def keep_freed_memory(*, one_arena: bool = False) -> bool:
     """Have malloc reuse large buffers instead of returning them to the system; return False if it cannot.
 
-    The setting only works for the main arena, so a process with few threads should use `one_arena`.
+    The setting only works for the main arena: `one_arena` has threads that start from now on share it.
     """
     mallopt = _mallopt()
     if mallopt is None:
@@ -31,6 +31,7 @@ def return_freed_memory() -> None:
     if mallopt is not None:
         mallopt(_MMAP_THRESHOLD, _DEFAULT_BYTES)
         mallopt(_TRIM_THRESHOLD, _DEFAULT_BYTES)
+        mallopt(_ARENA_MAX, 0)  # as many as suit the number of cores
 
 
 def _mallopt() -> Callable[[int, int], int] | None:

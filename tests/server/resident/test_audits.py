@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import gc
+import weakref
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator
 from typing import Literal, get_args
@@ -165,6 +167,30 @@ def assert_same(found: tuple[Matrix, Gradients], *, has_head: bool = True, seed:
 
 
 # ------------------------------------------------------------------------------------------------ honest devices
+
+
+def test_a_finished_pass_is_freed_without_the_garbage_collector() -> None:
+    """Gradients and weights are large, and a collection may be long in coming."""
+
+    async def main() -> None:
+        world = Watched(LAYOUTS["slices"], "own")
+        await world.join_all("ann", "bob", "eve")
+        model = decoder()
+        gc.disable()
+        try:
+            running = world.cluster.run(
+                model.decoder, model.batch(world.cluster, sequences=SEQUENCES, sequence=SEQUENCE)
+            )
+            await asyncio.wrap_future(running.outputs)
+            await asyncio.wrap_future(running.backward(None))
+            freed = weakref.ref(running)
+            del running
+            await world.until(lambda: freed() is None)
+        finally:
+            gc.enable()
+        await world.close()
+
+    virtually(main())
 
 
 @pytest.mark.parametrize("has_head", [True, False])

@@ -84,10 +84,14 @@ class Layout:
         self.pipeline = Pipeline(stages, sequences=batch.sequences, chunks=activations.chunks, course="both")
 
 
+class NoRun:
+    """Stands for a run that is never asked."""
+
+
 @pytest.fixture
 def run() -> Run:
     """A placeholder run: tasks only refer to it."""
-    return object()  # type: ignore[return-value]
+    return NoRun()  # type: ignore[return-value]
 
 
 @steady
@@ -100,7 +104,8 @@ def test_every_unit_fits_even_when_all_slots_are_taken(
     operands = no_operands()
     rotary = np.zeros((6, 8), np.float32) if is_rotary else None
     batch = model.batch(operands, mask=np.ones((4, 6), np.float32), rotary=rotary)
-    layout = Layout(model, shard, batch, operands, chunk, object())  # type: ignore[arg-type]
+    run = NoRun()
+    layout = Layout(model, shard, batch, operands, chunk, run)  # type: ignore[arg-type]
     tasks, pipeline = layout.tasks, layout.pipeline
     memories: dict[Shard, DeviceMemory] = {}
     for place in pipeline.shards:

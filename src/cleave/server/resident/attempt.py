@@ -7,6 +7,7 @@ cannot continue.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -62,7 +63,8 @@ class Attempt:
         self.plan, self.course, self.activations = plan, course, activations
         self.keeping = 0
         """Results being stored."""
-        self._run, self._decoder, self._batch, self._results, self._tasks = run, decoder, batch, results, tasks
+        self._run_ref = weakref.ref(run)  # the run holds its attempts: a cycle would keep gradients until collected
+        self._decoder, self._batch, self._results, self._tasks = decoder, batch, results, tasks
         self._fleet, self._audits, self._avoid, self._barred = fleet, audits, avoid, barred
         stages = [stage.shards for stage in plan.stages]
         self._pipeline = Pipeline(
@@ -84,6 +86,12 @@ class Attempt:
         for shard, held in tasks.held.items():
             for view, _ in held.trained:
                 self._unsettled[view.parameter].add(shard)
+
+    @property
+    def _run(self) -> Run:
+        run = self._run_ref()
+        assert run is not None, "whoever asks an attempt holds its run"
+        return run
 
     # -------------------------------------------------------------------------------------------- progress
 

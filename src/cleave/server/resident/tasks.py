@@ -6,6 +6,7 @@ the pass; this module knows no results.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypedDict, cast
@@ -110,7 +111,8 @@ class ResidentTasks:
         ids: Iterator[int],
         goes_back: bool,
     ) -> None:
-        self._run, self._decoder, self._batch, self._plan, self._activations = run, decoder, batch, plan, activations
+        self._run_ref = weakref.ref(run)  # the run holds these tasks: a cycle would keep weights until collected
+        self._decoder, self._batch, self._plan, self._activations = decoder, batch, plan, activations
         self._format: WireFormat = format
         self._operands, self._ids, self._tables_bytes = operands, ids, tables_bytes(batch)
         self._stage = {shard: number for number, stage in enumerate(plan.stages) for shard in stage.shards}
@@ -119,6 +121,12 @@ class ResidentTasks:
         }
         self.states: dict[Seat, Operand] = {}
         self.readings: dict[Account, Reading] = {}
+
+    @property
+    def _run(self) -> Run:
+        run = self._run_ref()
+        assert run is not None, "whoever asks for tasks holds their run"
+        return run
 
     # -------------------------------------------------------------------------------------------- memory
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 
+import numpy as np
 import torch
 
 from cleave.core.cost.wire import WireFormat, encoded_bytes
@@ -22,7 +23,10 @@ class TorchCodec(NumpyCodec):
     def encode(self, matrix: Matrix, format: WireFormat) -> Encoded:
         if format not in _HALVES:
             return super().encode(matrix, format)
-        return torch.from_numpy(matrix).to(_HALVES[format]).contiguous().view(-1).view(torch.uint8).numpy()
+        encoded = np.empty(encoded_bytes(format, *matrix.shape), dtype=np.uint8)  # torch's own would be fresh pages
+        target = torch.from_numpy(encoded).view(_HALVES[format]).view(*matrix.shape)
+        target.copy_(torch.from_numpy(matrix))
+        return encoded
 
     def decode_into(self, data: Buffer, format: WireFormat, out: Matrix, add: bool = False) -> None:
         if format not in _HALVES or len(data) != encoded_bytes(format, *out.shape):
