@@ -7,17 +7,29 @@ import asyncio
 import contextlib
 import gc
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
-from cleave.cli.arguments import AddVerb, count, positive
+from cleave.cli.arguments import AddVerb, count, positive, seed
 from cleave.cli.join import until_stopped
 from cleave.errors import InputError
 
 if TYPE_CHECKING:
     from cleave.emulate.devices import DeviceProfile
-    from cleave.emulate.fleet import Activity, Terms
+    from cleave.emulate.fleet import Activity, Stays, Terms
 
+
+class Churn(NamedTuple):
+    """How devices come and go."""
+
+    kind: str | None
+    away_s: float
+    day_s: float
+    seed: int
+
+
+_MOST_BYTES = 1 << 26
 _FILES = 256
 """Descriptors besides one per device."""
 
@@ -71,6 +83,22 @@ def add_to(add: AddVerb) -> None:
     fleet.add_argument(
         "--threads", type=count, metavar="N", help="threads that compute for all devices (default: one per core)"
     )
+    coming = verb.add_argument_group("coming and going")
+    coming.add_argument(
+        "--churn",
+        metavar="RATE|daily|TRACE.csv",
+        help="departures per device and hour, a daily cycle of idle devices, or a file with the columns device, "
+        "leave_s and join_s (default: devices stay)",
+    )
+    coming.add_argument(
+        "--away", type=positive, default=60.0, metavar="S", help="mean seconds until a device returns (default: 60)"
+    )
+    coming.add_argument(
+        "--day", type=positive, default=86_400.0, metavar="S", help="seconds of a day of --churn daily (default: 86400)"
+    )
+    coming.add_argument(
+        "--seed", type=seed, default=1, metavar="N", help="seed; the same one draws the same stays (default: 1)"
+    )
     connection = verb.add_argument_group("connection")
     connection.add_argument(
         "--token", metavar="TEXT", help="token of the run, if not in the address (default: CLEAVE_TOKEN)"
@@ -99,6 +127,7 @@ def _run(options: argparse.Namespace) -> None:
         claim=options.claim,
         threads=options.threads,
         computes=options.compute == "real",
+        churn=Churn(options.churn, options.away, options.day, options.seed),
         token=options.token,
         wait_s=options.wait,
         quiet=options.quiet,
@@ -115,6 +144,7 @@ def run_emulate(
     claim: float,
     threads: int | None,
     computes: bool,
+    churn: Churn,
     token: str | None,
     wait_s: float,
     quiet: bool,
@@ -135,6 +165,7 @@ def run_emulate(
         raise InputError("expected the address of a server; copy it from the join command that the server prints")
     address = parse_address(url)
     profiles = devices_of(load_fleet(fleet), devices, load_fleet(calibration) if calibration else None)
+    stays = _stays(churn, [profile.name for profile in profiles])
     restore = raise_descriptors(len(profiles) + _FILES)
     if descriptors()[0] < len(profiles) + _FILES:
         restore()
@@ -160,11 +191,16 @@ def run_emulate(
         gc.freeze()  # exempt everything loaded so far from collection
         gc.set_threshold(50_000)
         most_threads = threads or os.cpu_count() or 1
-        runner.run(until_stopped(_emulate(profiles, terms, activity, most_threads if computes else 0, say)))
+        runner.run(until_stopped(_emulate(profiles, terms, activity, most_threads if computes else 0, stays, say)))
 
 
 async def _emulate(
-    profiles: list[DeviceProfile], terms: Terms, activity: Activity, threads: int, say: Callable[[str], None]
+    profiles: list[DeviceProfile],
+    terms: Terms,
+    activity: Activity,
+    threads: int,
+    stays: Mapping[str, Stays] | None,
+    say: Callable[[str], None],
 ) -> None:
     """Emulate devices that compute in so many threads; without any, they answer zeros."""
     from cleave.emulate.arithmetic import SharedThreads, Zeros
@@ -172,9 +208,32 @@ async def _emulate(
 
     answers = SharedThreads(threads) if threads else Zeros()
     try:
-        await EmulatedFleet(profiles, terms, answers, activity, say).run()
+        await EmulatedFleet(profiles, terms, answers, activity, say).run(stays)
     finally:
         answers.close()
+
+
+def _stays(churn: Churn, names: list[str]) -> Mapping[str, Stays] | None:
+    """When each device is there, as asked; None if all of them stay."""
+    from cleave.disk import read_whole
+    from cleave.emulate.churn import constant, daily, of_each, traced
+
+    if churn.kind is None:
+        return None
+    if churn.kind == "daily":
+        return of_each(names, churn.seed, lambda rng: daily(rng, churn.day_s))
+    with contextlib.suppress(ValueError):
+        rate = float(churn.kind)
+        if not 0 <= rate < 1e9:
+            raise InputError(f"expected --churn to be a number of departures per hour from 0 up, got {churn.kind}")
+        return of_each(names, churn.seed, lambda rng: constant(rng, rate, churn.away_s))
+    try:
+        return traced(read_whole(Path(churn.kind), _MOST_BYTES).decode("utf-8"), churn.kind, names)
+    except (OSError, UnicodeDecodeError) as fault:
+        why = (fault.strerror if isinstance(fault, OSError) else None) or "it is not text"
+        raise InputError(
+            f"expected --churn to be a rate, daily, or the path of a trace, but {churn.kind} cannot be read: {why}"
+        ) from None
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
