@@ -13,7 +13,7 @@ import pytest
 from cleave.cli.completion import SHELLS
 from cleave.cli.main import main
 
-VERBS = {"train", "join", "token", "runs", "plan", "fleet", "emulate", "bench", "completion"}
+VERBS = {"train", "join", "token", "runs", "plan", "fleet", "emulate", "probe", "bench", "completion"}
 
 
 def script(shell: str, capsys: pytest.CaptureFixture[str]) -> str:
