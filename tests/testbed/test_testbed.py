@@ -23,7 +23,7 @@ from benchmarks.testbed.layout import MOST_DEVICES, batches_of, layout_of
 from cleave.core.fleet.profiles import Profiles
 
 ROOT = Path(__file__).parents[2]
-FLEETS = ROOT / "benchmarks" / "testbed" / "fleets"
+FLEETS = ROOT / "benchmarks" / "fleets"
 PATIENCE_S = 60
 
 
@@ -152,10 +152,7 @@ def test_a_command_runs_once_for_each_device_and_knows_its_place(capsys: pytest.
     assert main([str(FLEETS / "home4.csv"), "--", "sh", "-c", say]) == 0
     lines = sorted(capsys.readouterr().out.splitlines())
     assert lines == [
-        "[attic] attic 3 10.77.1.4 of 10.77.0.1",
-        "[desk] desk 0 10.77.1.1 of 10.77.0.1",
-        "[laptop] laptop 1 10.77.1.2 of 10.77.0.1",
-        "[tower] tower 2 10.77.1.3 of 10.77.0.1",
+        f"[home4-{number}] home4-{number} {number - 1} 10.77.1.{number} of 10.77.0.1" for number in (1, 2, 3, 4)
     ]
 
 
@@ -183,7 +180,7 @@ from benchmarks.testbed import Testbed
 from benchmarks.testbed.bed import read_fleet
 from pathlib import Path
 with Testbed(read_fleet(Path(sys.argv[1]))) as testbed:
-    testbed.start("w1", ["sleep", "1000"])
+    testbed.start("wifi4-1", ["sleep", "1000"])
     print(testbed.layout.hub.removesuffix("hub"), testbed._watcher.pid, flush=True)
     sys.stdin.read()
 """
@@ -318,6 +315,8 @@ def test_every_device_of_a_large_fleet_has_its_own_address() -> None:
     assert len({port.address for port in ports}) == len({port.namespace for port in ports}) == MOST_DEVICES
 
 
-@pytest.mark.parametrize("path", sorted(FLEETS.glob("*.csv")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", [FLEETS / f"{name}.csv" for name in ("home4", "mixed8", "wifi4")], ids=lambda path: path.stem
+)
 def test_every_fleet_of_the_testbed_can_be_read(path: Path) -> None:
     assert len(read_fleet(path)) in (4, 8)

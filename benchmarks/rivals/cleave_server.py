@@ -1,0 +1,58 @@
+# pyright: standard
+"""Cleave's side of the comparison: a server in its namespace that trains the same work on the devices that join.
+
+`python -m benchmarks.rivals.cleave_server JSON`. Prints a JSON line after every step, with the moment at which it
+ended, its loss, and what the planner predicted and believes about the devices' links.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import torch
+from benchmarks.rivals.work import Work, adamw, batch, build
+
+import cleave
+
+
+def main() -> None:
+    given = json.loads(sys.argv[1])
+    torch.set_num_threads(1)
+    with cleave.Fleet.serve(
+        f"{given['address']}:{given['port']}", wire="bf16", offload="always", trust="own", alone_wait_s=60
+    ) as fleet:
+        print(json.dumps({"listening": True}), flush=True)
+        fleet.wait(given["devices"], timeout_s=120)
+        model = cleave.distribute(build(Work(**given["work"])), fleet, grain=given["grain"])
+        optimizer = adamw(model)
+        began_s = time.monotonic()
+        for number in range(given["steps"]):
+            tokens, cpu_s = batch(number), time.process_time()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            ended_s = time.monotonic()
+            status = fleet.status()
+            said = {
+                "began_s": began_s,
+                "ended_s": ended_s,
+                "loss": loss.item(),
+                "server_cpu_s": time.process_time() - cpu_s,
+                "grain": status.grain,
+                "predicted_s": status.predicted_s,
+                "links": {each.device: [each.down_bytes_per_s, each.up_bytes_per_s] for each in status.devices},
+                "flops_per_s": {each.device: each.flops_per_s for each in status.devices},
+            }
+            print(json.dumps(said), flush=True)
+            if ended_s - began_s > given["budget_s"] and number >= 3:
+                break
+        time.sleep(1)  # let the other side look at the devices before they leave
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
