@@ -6,7 +6,7 @@ BIN := .venv/bin
 # seconds for each target of `make fuzz`
 FUZZ_S ?= 60
 
-.PHONY: demo test test-all check lint types bench bench-server bench-live bench-faults bench-trust bench-step-planner bench-resident bench-wire bench-slow fuzz docs dist clean
+.PHONY: demo test test-all check lint types bench bench-server bench-live bench-faults bench-trust bench-step-planner bench-resident bench-rivals bench-wire bench-slow rivals fuzz docs dist clean
 
 demo: .venv/ready
 	$(BIN)/cleave train
@@ -45,6 +45,20 @@ fuzz: .venv/ready
 
 bench-resident: .venv/ready
 	for script in home resident_bytes departure; do $(BIN)/python benchmarks/$$script.py || exit 1; echo; done
+
+# other systems that train on several machines, in an environment of their own: torch first, at the version pinned here
+rivals: build/rivals/ready
+
+build/rivals/ready: constraints.txt
+	$(PYTHON) -m venv build/rivals
+	build/rivals/bin/python -m pip install --quiet -c constraints.txt torch==2.13.0 numpy peft transformers
+	build/rivals/bin/python -m pip install --quiet -c constraints.txt hivemind==1.1.12 torchft-nightly
+	touch $@
+
+# needs root and iproute2
+bench-rivals: .venv/ready build/rivals/ready
+	for mode in "" --lora; do $(BIN)/python -m benchmarks.rivals benchmarks/fleets/home4.csv $$mode || exit 1; echo; done
+	$(BIN)/python -m benchmarks.recovery benchmarks/fleets/home4.csv --lora
 
 bench-trust: .venv/ready
 	for options in "" --honest --cost; do $(BIN)/python benchmarks/lies.py $$options || exit 1; echo; done

@@ -15,10 +15,11 @@ from contextlib import closing
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import cast
 
 from benchmarks.rivals import peers
 from benchmarks.rivals.table import best_of, markdown, merge
-from benchmarks.rivals.turns import Cleave, RankServer, Result
+from benchmarks.rivals.turns import Cleave, Forks, Limits, Result, torch_turn
 from benchmarks.rivals.variants import least_step_s, order_by_uplink, variants_of
 from benchmarks.rivals.work import MODELS, Work, sizes
 from benchmarks.testbed import Testbed
@@ -27,6 +28,7 @@ from benchmarks.testbed.bed import read_fleet
 from cleave.core.fleet.profiles import Profiles
 from cleave.errors import CleaveError
 
+PEER_SYSTEMS: tuple[peers.PeerSystem, ...] = ("hivemind", "torchft")
 SYSTEMS = ("torch", "hivemind", "torchft", "cleave")
 
 
@@ -73,23 +75,22 @@ def _rounds(profiles: Profiles, work: Work, options: argparse.Namespace, out: Pa
         variants = [each for each in variants if any(word in each.name for word in options.only)]
     names = [profiles.names[device] for device in order]
     out.mkdir(parents=True, exist_ok=True)
-    with Testbed(profiles) as testbed:
-        ours = Cleave(testbed, work, out, options.budget, options.steps + 2, options.grain)
-        with closing(RankServer(testbed, names, work, variants, out, options.budget, options.steps)) as ranks:
-            for number in range(options.rounds):
-                if "cleave" in options.systems:
-                    yield _told(ours.turn())
-                for index, variant in enumerate(variants if "torch" in options.systems else ()):
-                    least_s = least_step_s(variant, by_rank, 4.0 * trained, 4.0 * weights)
-                    if least_s > options.longest:
-                        if number == 0:
-                            hopeless = f"not run: its bytes take at least {least_s:.0f} s a step"
-                            yield _told(Result(system=variant.rival, settings=variant.settings, error=hopeless))
-                        continue
-                    yield _told(ranks.turn(index))
-                for system in ("hivemind", "torchft"):
-                    if system in options.systems:
-                        yield _told(peers.turn(system, testbed, profiles, work, out, options.budget, options.steps))
+    limits = Limits(steps=options.steps, budget_s=options.budget)
+    with Testbed(profiles) as testbed, closing(Forks(out / "rivals.log")) as forks:
+        ours = Cleave(testbed, work, out, limits, options.grain)
+        for number in range(options.rounds):
+            if "cleave" in options.systems:
+                yield _told(ours.turn())
+            for variant in variants if "torch" in options.systems else ():
+                least_s = least_step_s(variant, by_rank, 4.0 * trained, 4.0 * weights)
+                if least_s <= options.longest:
+                    yield _told(torch_turn(forks, testbed, names, work, variant, out, limits))
+                elif number == 0:
+                    hopeless = f"not run: its bytes take at least {least_s:.0f} s a step"
+                    yield _told(Result(system=variant.rival, settings=variant.settings, error=hopeless))
+            for system in PEER_SYSTEMS:
+                if system in options.systems:
+                    yield _told(peers.turn(system, forks, testbed, profiles, work, out, limits))
 
 
 def _told(result: Result) -> Result:
@@ -103,9 +104,9 @@ def _rounded(value: object) -> object:
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, dict):
-        return {key: _rounded(each) for key, each in value.items()}  # pyright: ignore[reportUnknownVariableType]
+        return {key: _rounded(each) for key, each in cast("dict[str, object]", value).items()}
     if isinstance(value, list):
-        return [_rounded(each) for each in value]  # pyright: ignore[reportUnknownVariableType]
+        return [_rounded(each) for each in cast("list[object]", value)]
     return value
 
 

@@ -1,7 +1,7 @@
-# pyright: standard
+# pyright: standard, reportMissingImports=false
 """A hivemind peer in its device's namespace: gradients averaged among all peers, fp16 on the wire.
 
-`python -m benchmarks.rivals.hivemind_peer JSON`. Tuned for a small fleet: a short matchmaking window, frequent progress
+Tuned for a small fleet: a short matchmaking window, frequent progress
 reports, uplinks told to its load balancing, weights averaged rarely. A step here is one of hivemind's epochs: it ends
 when the peers have gathered the global batch between them.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -25,8 +24,7 @@ _STATE_EVERY = 8
 _MATCHMAKING_S = 2.0
 
 
-def main() -> None:
-    given = json.loads(sys.argv[1])
+def main(given: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     meeting = Path(given["out"]) / "hivemind-peers.json"
     rank, count = given["rank"], given["count"]
@@ -77,7 +75,3 @@ def _meet(out: Path, rank: int, count: int) -> None:
     (out / f"hivemind-ready-{rank}").touch()
     while len(list(out.glob("hivemind-ready-*"))) < count:
         time.sleep(0.1)
-
-
-if __name__ == "__main__":
-    main()

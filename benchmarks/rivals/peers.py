@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import time
 from collections.abc import Iterable
-from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any, Final, Literal
+from typing import Any, Final, Literal
 
-from benchmarks.rivals.turns import RIVALS_PYTHON, Result, environment, fill
+from benchmarks.rivals.turns import RIVALS_PYTHON, Forks, Limits, Result, environment, fill, wait_for_all
 from benchmarks.rivals.work import Work
 from benchmarks.testbed import SERVER, Testbed
 
@@ -23,6 +20,7 @@ _SETTINGS: Final[dict[PeerSystem, str]] = {
     "torchft": "fp32 gradients, a quorum per step",
 }
 _LIGHTHOUSE_PORT: Final = 29510
+_GONE_S: Final = 30.0
 
 
 class Peers:
@@ -31,78 +29,48 @@ class Peers:
     def __init__(
         self,
         system: PeerSystem,
+        forks: Forks,
         testbed: Testbed,
         profiles: Profiles,
         work: Work,
         out: Path,
-        *,
-        budget_s: float,
-        steps: int,
-        timeout_s: float,
+        limits: Limits,
         least_devices: int,
     ) -> None:
         self.system: PeerSystem = system
-        self.testbed, self.out = testbed, out
-        self._least_devices = least_devices
+        self._forks, self.testbed, self.out = forks, testbed, out
         for path in out.glob(f"{system}-*"):
             path.unlink()
-        self._log: IO[bytes] = (out / f"{system}.log").open("ab")
         ups: list[float] = profiles.up_bytes_per_s.tolist()
         self.given: list[dict[str, Any]] = [
             {
                 "rank": rank,
                 "count": len(testbed.devices),
                 "address": testbed.address(name),
+                "lighthouse": f"http://{testbed.address(SERVER)}:{_LIGHTHOUSE_PORT}",
                 "work": {"model": work.model, "lora": work.lora},
                 "up_bytes_per_s": ups[rank],
-                "timeout_s": timeout_s,
-                "budget_s": budget_s,
-                "steps": steps,
+                "timeout_s": limits.turn_s,
+                "budget_s": limits.budget_s,
+                "steps": limits.steps,
                 "out": str(out),
             }
             for rank, name in enumerate(testbed.devices)
         ]
-        self.processes: list[subprocess.Popen[bytes]] = []
+        self.pids: list[int] = []
+        if system == "torchft":
+            command = [RIVALS_PYTHON.with_name("torchft_lighthouse"), "--bind", f"0.0.0.0:{_LIGHTHOUSE_PORT}"]
+            command += ["--min_replicas", str(least_devices), "--join_timeout_ms", "3000", "--quorum_tick_ms", "100"]
+            with (out / "lighthouse.log").open("ab") as log:
+                testbed.start(SERVER, command, env=environment(), stdout=log, stderr=log)
 
     def start(self) -> None:
-        """Start the lighthouse, if the system needs one, and every device."""
-        if self.system == "torchft":
-            command = [RIVALS_PYTHON.with_name("torchft_lighthouse"), "--bind", f"0.0.0.0:{_LIGHTHOUSE_PORT}"]
-            command += [
-                "--min_replicas",
-                str(self._least_devices),
-                "--join_timeout_ms",
-                "3000",
-                "--quorum_tick_ms",
-                "100",
-            ]
-            self.lighthouse = self.testbed.start(SERVER, command, env=environment(), stdout=self._log, stderr=self._log)
-        for rank in range(len(self.given)):
-            self.start_device(rank)
+        """Start every device."""
+        self.pids = [self.start_device(rank) for rank in range(len(self.given))]
 
-    def start_device(self, rank: int) -> None:
+    def start_device(self, rank: int) -> int:
         """Start the process of a device, again if need be."""
-        module = f"benchmarks.rivals.{_MODULES[self.system]}"
-        words: list[str | Path] = [RIVALS_PYTHON, "-m", module]
-        variables = environment() | {"PYTHONUNBUFFERED": "1"}
-        if self.system == "torchft":
-            words = [
-                *(RIVALS_PYTHON, "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", "1"),
-                *("--max-restarts", "3", "--master-addr", self.given[rank]["address"], "--master-port", "29600"),
-                *("-m", module),
-            ]
-            # Replicas announce their host's name, which must lead the others to this namespace.
-            named = f'echo {self.given[rank]["address"]} > /proc/sys/kernel/hostname; exec "$@"'
-            words = ["unshare", "--uts", "sh", "-c", named, "torchft", *words]
-            variables["TORCHFT_LIGHTHOUSE"] = f"http://{self.testbed.address(SERVER)}:{_LIGHTHOUSE_PORT}"
-        process = self.testbed.start(
-            self.testbed.devices[rank],
-            [*words, json.dumps(self.given[rank])],
-            env=variables,
-            stdout=self._log,
-            stderr=self._log,
-        )
-        self.processes.append(process)
+        return self._forks.start(self.testbed, self.testbed.devices[rank], _MODULES[self.system], self.given[rank])
 
     def steps(self, rank: int) -> list[dict[str, Any]]:
         """What a device has logged so far."""
@@ -110,52 +78,34 @@ class Peers:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("}")]
 
-    def wait(self, limit_s: float) -> None:
-        until_s = time.monotonic() + limit_s
-        for process in self.processes:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, until_s - time.monotonic()))
-
     def close(self) -> None:
         for name in (*self.testbed.devices, SERVER):
             self.testbed.kill(name)
-        for process in self.processes:
-            process.wait()
-        self._log.close()
+        wait_for_all(self.pids, _GONE_S)
 
 
 def turn(
-    system: PeerSystem, testbed: Testbed, profiles: Profiles, work: Work, out: Path, budget_s: float, steps: int
+    system: PeerSystem, forks: Forks, testbed: Testbed, profiles: Profiles, work: Work, out: Path, limits: Limits
 ) -> Result:
     """Train once with every device, from the start of the processes on."""
     result = Result(system=system, settings=_SETTINGS[system])
-    peers = Peers(
-        system,
-        testbed,
-        profiles,
-        work,
-        out,
-        budget_s=3 * budget_s,
-        steps=steps,
-        timeout_s=max(60.0, 4 * budget_s),
-        least_devices=len(testbed.devices),
-    )
+    peers = Peers(system, forks, testbed, profiles, work, out, limits, len(testbed.devices))
     try:
         peers.start()
-        peers.wait(60 + 4 * budget_s)
+        wait_for_all(peers.pids, limits.turn_s)
         logs = [peers.steps(rank) for rank in range(len(testbed.devices))]
     finally:
         peers.close()
     fill_from_logs(result, logs)
     if len(result.step_s) < 2:
-        result.error = f"finished {len(result.step_s)} steps in {60 + 4 * budget_s:.0f} s"
+        result.error = f"finished {len(result.step_s)} steps in {limits.turn_s:.0f} s"
     return result
 
 
 def fill_from_logs(result: Result, logs: Iterable[list[dict[str, Any]]]) -> None:
     """Take the steps that all devices have logged."""
-    by_step = [{line["step"]: line for line in log} for log in logs]
-    steps = sorted(set.intersection(*(set(each) for each in by_step)))
+    by_step: list[dict[int, dict[str, Any]]] = [{line["step"]: line for line in log} for log in logs]
+    steps: list[int] = sorted(set.intersection(*(set(each) for each in by_step)))
     columns = ("ended_s", "down_bytes", "up_bytes", "cpu_s")
     records: list[dict[str, Any]] = []
     for each in by_step:

@@ -1,4 +1,4 @@
-# pyright: standard
+# pyright: standard, reportMissingImports=false
 """A torchft replica in its device's namespace: data parallel with a quorum per step, over gloo.
 
 `torchrun ... -m benchmarks.rivals.torchft_replica JSON`, with a lighthouse in the server's namespace. Every device is a
@@ -24,8 +24,7 @@ from torchft.optim import OptimizerWrapper
 from torchft.process_group import ProcessGroupGloo
 
 
-def main() -> None:
-    given = json.loads(sys.argv[1])
+def main(given: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
     rank, count = given["rank"], given["count"]
@@ -36,6 +35,10 @@ def main() -> None:
         model.load_state_dict(state["model"])
         inner.load_state_dict(state["optimizer"])
 
+    if "MASTER_ADDR" not in os.environ:  # torchrun sets it
+        store = torch.distributed.TCPStore(given["address"], 29600, is_master=True)
+        os.environ |= {"MASTER_ADDR": given["address"], "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "1"}
+    os.environ["TORCHFT_LIGHTHOUSE"] = given["lighthouse"]
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(seconds=given["timeout_s"])),
         load_state_dict=load,
@@ -65,4 +68,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(json.loads(sys.argv[1]))

@@ -1,7 +1,7 @@
 """Run rivals and Cleave in turns on one testbed and collect what every step took.
 
-A `Result` holds raw numbers of one system with one setting. The rivals' ranks are forked by one long-lived process of
-their own environment (`worker.py`), Cleave's server and devices are fresh processes for every turn.
+A `Result` holds raw numbers of one system with one setting. Rivals are forked by one long-lived process of their own
+environment (`forks.py`), Cleave's server and devices are fresh processes for every turn.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -24,6 +26,7 @@ from benchmarks.testbed import SERVER, Testbed, TestbedError, removal
 ROOT: Final = Path(__file__).parents[2]
 RIVALS_PYTHON: Final = ROOT / "build" / "rivals" / "bin" / "python"
 _PORT: Final = 7077
+_MASTER_PORT: Final = 29500
 _WARM_UP: Final = 2
 """Steps that are not counted: they send weights, open connections, warm caches and let planners learn."""
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
@@ -70,75 +73,115 @@ class Result:
         return statistics.median(self.counted)
 
 
-class RankServer:
-    """The process that forks ranks: one turn of a variant at a time."""
+class Forks:
+    """The process of the rivals' environment that forks ranks, peers and replicas."""
 
-    def __init__(
-        self,
-        testbed: Testbed,
-        order: Sequence[str],
-        work: Work,
-        variants: Sequence[Variant],
-        out: Path,
-        budget_s: float,
-        steps: int,
-    ) -> None:
+    def __init__(self, log: Path) -> None:
         if not RIVALS_PYTHON.exists():
             raise TestbedError(f"the rivals are not installed: there is no {RIVALS_PYTHON}; run: make rivals")
-        self.order, self.variants, self.out = tuple(order), tuple(variants), out
-        given = {
-            "namespaces": [testbed.layout.namespace(name) for name in order],
-            "master": testbed.address(order[0]),
-            "work": {"model": work.model, "lora": work.lora},
-            "variants": [asdict(variant) for variant in variants],
-            "timeout_s": max(60.0, 3 * budget_s),
-            "limit_s": max(90.0, 4 * budget_s),
-            "budget_s": budget_s,
-            "steps": steps,
-            "out": str(out),
-        }
-        self._log = (out / "ranks.log").open("wb")
-        self._process = subprocess.Popen(
-            [str(RIVALS_PYTHON), "-m", "benchmarks.rivals.worker", json.dumps(given)],
-            cwd=ROOT,
-            env=environment(),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-        )
+        modules = [f"benchmarks.rivals.{name}" for name in ("worker", "hivemind_peer", "torchft_replica")]
+        with log.open("ab") as errors:
+            self._process = subprocess.Popen(
+                [str(RIVALS_PYTHON), "-m", "benchmarks.rivals.forks", *modules],
+                cwd=ROOT,
+                env=environment(),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
+        self._log = log
+        self._answer()
 
-    def turn(self, number: int) -> Result:
-        """Run a variant once."""
-        variant = self.variants[number]
-        result = Result(system=variant.rival, settings=variant.settings)
-        for path in self.out.glob(f"{number}-*.json"):
-            path.unlink()
+    def start(self, testbed: Testbed, place: str, module: str, given: dict[str, Any]) -> int:
+        """Run a module's `main` in a place; return the process id, which is of no child of this process."""
+        order = {
+            "module": f"benchmarks.rivals.{module}",
+            "namespace": testbed.layout.namespace(place),
+            "host": testbed.address(place),
+            "given": given,
+        }
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.write(f"{number}\n".encode())
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
         self._process.stdin.flush()
-        if not self._process.stdout.readline():
-            raise TestbedError(f"the process that forks the rivals' ranks ended; read {self.out / 'ranks.log'}")
-        records: list[dict[str, Any]] = []
-        for rank in range(len(self.order)):
-            path = self.out / f"{number}-{rank}.json"
-            records.append(json.loads(path.read_text()) if path.exists() else {"error": "did not finish in its time"})
-        result.error = next((record["error"] for record in records if record["error"]), "")
-        if not result.error:
-            fill(result, records)
-        return result
+        return self._answer()["pid"]
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise TestbedError(f"the process that forks the rivals ended; read {self._log}")
+        return json.loads(line)
 
     def close(self) -> None:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.close()
-        try:
-            self._process.wait(10)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.wait()
         self._process.stdout.close()
-        self._log.close()
+
+
+def wait_for_all(pids: Sequence[int], limit_s: float) -> bool:
+    """Wait until processes have ended; return whether they all have."""
+    until_s = time.monotonic() + limit_s
+    for pid in pids:
+        try:
+            ended = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            if not select.select([ended], [], [], max(0.0, until_s - time.monotonic()))[0]:
+                return False
+        finally:
+            os.close(ended)
+    return True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long a turn may take."""
+
+    steps: int
+    budget_s: float
+    """Seconds of steps after which no further one starts."""
+
+    @property
+    def turn_s(self) -> float:
+        """Seconds after which a turn is given up, its start included: the cores may be busy with other things."""
+        return 180 + 4 * self.budget_s
+
+
+def torch_turn(
+    forks: Forks, testbed: Testbed, order: Sequence[str], work: Work, variant: Variant, out: Path, limits: Limits
+) -> Result:
+    """Run a variant of the torch rivals once; `order` names the devices by rank."""
+    result = Result(system=variant.rival, settings=variant.settings)
+    for path in out.glob("rank-*.json"):
+        path.unlink()
+    given = {
+        "count": len(order),
+        "master": testbed.address(order[0]),
+        "port": _MASTER_PORT,
+        "work": {"model": work.model, "lora": work.lora},
+        "variant": asdict(variant),
+        "timeout_s": limits.turn_s,
+        "budget_s": limits.budget_s,
+        "steps": limits.steps,
+        "out": str(out),
+    }
+    pids = [forks.start(testbed, name, "worker", given | {"rank": rank}) for rank, name in enumerate(order)]
+    if not wait_for_all(pids, limits.turn_s):
+        for name in order:
+            testbed.kill(name)
+        wait_for_all(pids, limits.turn_s)
+    records: list[dict[str, Any]] = []
+    for rank in range(len(order)):
+        path = out / f"rank-{rank}.json"
+        unfinished = {"error": f"did not finish in {limits.turn_s:.0f} s"}
+        records.append(json.loads(path.read_text()) if path.exists() else unfinished)
+    result.error = next((record["error"] for record in records if record["error"]), "")
+    if not result.error:
+        fill(result, records)
+    return result
 
 
 def fill(result: Result, records: list[dict[str, Any]]) -> None:
@@ -169,18 +212,29 @@ def environment() -> dict[str, str]:
     }
 
 
+def server_command(given: dict[str, Any]) -> list[str]:
+    """The command of Cleave's side of the comparison."""
+    return [sys.executable, "-m", "benchmarks.rivals.cleave_server", json.dumps(given)]
+
+
+def join_command(testbed: Testbed, name: str) -> list[str]:
+    """The command that lends a device to it."""
+    address = f"ws://{testbed.address(SERVER)}:{_PORT}"
+    return [sys.executable, "-m", "cleave", "join", address, "--name", name, "--threads", "1", "--quiet"]
+
+
 class Cleave:
     """Cleave's server in the server's namespace, `cleave join` in every other."""
 
-    def __init__(self, testbed: Testbed, work: Work, out: Path, budget_s: float, steps: int, grain: str) -> None:
+    def __init__(self, testbed: Testbed, work: Work, out: Path, limits: Limits, grain: str) -> None:
         self._testbed, self._out = testbed, out
         self._given = {
             "address": testbed.address(SERVER),
             "port": _PORT,
             "devices": len(testbed.devices),
             "work": {"model": work.model, "lora": work.lora},
-            "steps": steps,
-            "budget_s": budget_s,
+            "steps": limits.steps + _WARM_UP,
+            "budget_s": limits.budget_s,
             "grain": grain,
         }
 
@@ -190,7 +244,7 @@ class Cleave:
         with (self._out / "cleave.log").open("ab") as log:
             server = self._testbed.start(
                 SERVER,
-                [sys.executable, "-m", "benchmarks.rivals.cleave_server", json.dumps(self._given)],
+                server_command(self._given),
                 env=environment(),
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -200,10 +254,7 @@ class Cleave:
             devices = [
                 self._testbed.start(
                     name,
-                    [
-                        *(sys.executable, "-m", "cleave", "join", f"ws://{self._testbed.address(SERVER)}:{_PORT}"),
-                        *("--name", name, "--threads", "1", "--quiet"),
-                    ],
+                    join_command(self._testbed, name),
                     env=environment(),
                     stdout=log,
                     stderr=log,

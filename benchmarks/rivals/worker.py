@@ -1,20 +1,14 @@
 # pyright: standard
-"""The ranks of the torch rivals, each in the namespace of its device: one arrangement after the other.
+"""A rank of the torch rivals: takes part in one variant and writes what came of it as JSON.
 
-`python -m benchmarks.rivals.worker JSON`, with the namespaces of the ranks, the address of rank 0, the work, the
-variants and a budget; then the number of a variant to run, line by line, on standard input. Fresh ranks are forked for
-every variant from one process, so that torch is imported once. Each writes a JSON file: the moments at which each step
-ended, by the clock that all processes of a machine share, losses, bytes over the link, CPU seconds, and peak memory.
+The moments at which each step ended, by the clock that all processes of a machine share, losses, bytes over the link,
+CPU seconds, and peak memory. `forks.py` starts it in the namespace of its device.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
-import select
-import signal
-import sys
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
@@ -25,13 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmarks.rivals.ranks import arrange
-from benchmarks.rivals.step_log import link_bytes, memory_bytes
+from benchmarks.rivals.step_log import StepLog, link_bytes, memory_bytes
 from benchmarks.rivals.variants import Variant
-from benchmarks.rivals.work import Work, batch, build
+from benchmarks.rivals.work import Work, batch
 
 _LEAST_STEPS = 2
-_NETWORK_NAMESPACE = 0x40000000
-_FIRST_PORT = 29500
 
 
 @dataclass(slots=True)
@@ -49,9 +41,10 @@ class Record:
     """Resident memory before the model was built: the interpreter and its libraries."""
     peak_memory_bytes: int = 0
     error: str = ""
+    failed_s: float = 0.0
 
 
-def run(work: Work, variant: Variant, steps: int, budget_s: float) -> Record:
+def run(work: Work, variant: Variant, steps: int, budget_s: float, log: StepLog | None = None) -> Record:
     record = Record(rank=dist.get_rank())
     record.idle_memory_bytes = memory_bytes("VmRSS")
     part: Any = arrange(work, variant)
@@ -66,6 +59,8 @@ def run(work: Work, variant: Variant, steps: int, budget_s: float) -> Record:
         after = link_bytes()
         record.down_bytes.append(after[0] - before[0])
         record.up_bytes.append(after[1] - before[1])
+        if log is not None:
+            log.end(number, None)
         number += 1
         if number == _LEAST_STEPS:
             steps = _affordable(record, steps, budget_s)
@@ -82,62 +77,24 @@ def _affordable(record: Record, steps: int, budget_s: float) -> int:
     return int(allowed.item())
 
 
-def enter_namespace(name: str) -> None:
-    """Move this process into a named network namespace."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    with Path("/run/netns", name).open("rb") as opened:
-        if libc.setns(opened.fileno(), _NETWORK_NAMESPACE) != 0:
-            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {name}")
-
-
-def serve_rank(given: dict[str, Any], number: int, rank: int) -> None:
+def main(given: dict[str, Any]) -> None:
     """Take part in one variant, and write what came of it."""
-    enter_namespace(given["namespaces"][rank])
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
-    settings = given["variants"][number]
+    rank = given["rank"]
+    settings = given["variant"]
     variant = Variant(**{**settings, "pipelines": tuple(map(tuple, settings["pipelines"]))})
     try:
         dist.init_process_group(
             "gloo",
-            init_method=f"tcp://{given['master']}:{_FIRST_PORT + number}",
+            init_method=f"tcp://{given['master']}:{given['port']}",
             rank=rank,
-            world_size=len(given["namespaces"]),
+            world_size=given["count"],
             timeout=timedelta(seconds=given["timeout_s"]),
         )
-        record = run(Work(**given["work"]), variant, given["steps"], given["budget_s"])
+        log = StepLog(Path(given["out"], f"rank-{rank}.jsonl")) if given.get("log") else None
+        record = run(Work(**given["work"]), variant, given["steps"], given["budget_s"], log)
     except Exception as fault:  # whatever a rival raises is its result
         traceback.print_exc()
-        record = Record(rank=rank, error=f"{type(fault).__name__}: {fault}"[:300])
-    Path(given["out"], f"{number}-{rank}.json").write_text(json.dumps(asdict(record)), encoding="utf-8")
-
-
-def run_variant(given: dict[str, Any], number: int) -> None:
-    """Fork the ranks of a variant and wait for them; end those that take longer than their limit."""
-    children: list[int] = []
-    for rank in range(len(given["namespaces"])):
-        child = os.fork()
-        if child == 0:
-            try:
-                serve_rank(given, number, rank)
-            finally:
-                os._exit(0)
-        children.append(child)
-    until_s = time.monotonic() + given["limit_s"]
-    for child in children:
-        with os.fdopen(os.pidfd_open(child)) as ended:
-            if not select.select([ended], [], [], max(0.0, until_s - time.monotonic()))[0]:
-                os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-
-
-def main() -> None:
-    given = json.loads(sys.argv[1])
-    build(Work(**given["work"]))  # imports what building imports, once for all ranks
-    for line in sys.stdin:
-        run_variant(given, int(line))
-        print(f"done {int(line)}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        record = Record(rank=rank, error=f"{type(fault).__name__}: {fault}"[:300], failed_s=time.monotonic())
+    Path(given["out"], f"rank-{rank}.json").write_text(json.dumps(asdict(record)), encoding="utf-8")
