@@ -51,7 +51,7 @@ def main(given: dict[str, Any]) -> None:
         averaging_timeout=given["timeout_s"],
         average_state_every=_STATE_EVERY,
         grad_compression=Float16Compression(),
-        averager_opts={"bandwidth": given["up_bytes_per_s"], "request_timeout": 1.0, "min_matchmaking_time": 1.0},
+        averager_opts={"bandwidth": given["up_bytes_per_s"], "request_timeout": 1.0},
         tracker_opts={"min_refresh_period": 0.2, "default_refresh_period": 0.5, "max_refresh_period": 2.0},
     )
     _meet(Path(given["out"]), rank, count)

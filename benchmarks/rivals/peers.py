@@ -105,7 +105,7 @@ def turn(
 def fill_from_logs(result: Result, logs: Iterable[list[dict[str, Any]]]) -> None:
     """Take the steps that all devices have logged."""
     by_step: list[dict[int, dict[str, Any]]] = [{line["step"]: line for line in log} for log in logs]
-    steps: list[int] = sorted(set.intersection(*(set(each) for each in by_step)))
+    steps = [step for step in sorted(by_step[0]) if all(step in each for each in by_step)]
     columns = ("ended_s", "down_bytes", "up_bytes", "cpu_s")
     records: list[dict[str, Any]] = []
     for each in by_step:

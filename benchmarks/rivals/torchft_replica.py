@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from benchmarks.rivals.step_log import StepLog
 from benchmarks.rivals.work import Work, adamw, batch, build, loss_of
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torchft.ddp import DistributedDataParallel
 from torchft.manager import Manager
 from torchft.optim import OptimizerWrapper
@@ -36,7 +37,7 @@ def main(given: dict[str, Any]) -> None:
         inner.load_state_dict(state["optimizer"])
 
     if "MASTER_ADDR" not in os.environ:  # torchrun sets it
-        store = torch.distributed.TCPStore(given["address"], 29600, is_master=True)
+        store = TCPStore(given["address"], 29600, is_master=True)
         os.environ |= {"MASTER_ADDR": given["address"], "MASTER_PORT": str(store.port), "RANK": "0", "WORLD_SIZE": "1"}
     os.environ["TORCHFT_LIGHTHOUSE"] = given["lighthouse"]
     manager = Manager(
