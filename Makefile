@@ -6,7 +6,7 @@ BIN := .venv/bin
 # seconds for each target of `make fuzz`
 FUZZ_S ?= 60
 
-.PHONY: demo test test-all check lint types bench bench-server bench-live bench-faults bench-trust bench-step-planner bench-resident bench-rivals bench-wire bench-slow rivals fuzz docs dist clean
+.PHONY: demo test test-all check lint types bench bench-server bench-live bench-faults bench-trust bench-step-planner bench-resident bench-rivals bench-wire bench-slow bench-page rivals fuzz docs dist clean
 
 demo: .venv/ready
 	$(BIN)/cleave train
@@ -76,6 +76,10 @@ bench-wire: .venv/ready
 
 bench-slow: .venv/ready
 	$(BIN)/cleave bench benchmarks/scenarios/slow64.toml --out build/slow64
+
+# put the results of the two above on docs/benchmarks.md
+bench-page: .venv/ready
+	$(BIN)/python benchmarks/page.py build/wire/wire.json build/slow64/slow64.json
 
 .venv/ready: pyproject.toml constraints.txt
 	@echo "installing into .venv, which takes a few minutes the first time"

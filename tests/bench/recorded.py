@@ -22,6 +22,7 @@ name = "tiny-llama"
 FLEET = """device,flops_per_s,down_bytes_per_s,up_bytes_per_s,latency_s,memory_bytes,medium,medium_bytes_per_s
 a,1e9,1e6,2e5,0.01,1e9,,
 b,2e9,4e6,4e5,0.01,1e9,wifi,2e6
+c,2e9,4e6,4e5,0.01,1e9,wifi,2e6
 """
 
 
@@ -74,7 +75,7 @@ def results(tmp_path: Path) -> Results:
         started="2026-01-01T00:00:00+00:00", steps=steps, join_s=0.5, peak_rss_bytes=500_000_000, emulation=kept_up
     )
     bad = Run(started="2026-01-01T00:01:00+00:00", steps=steps[:1], failed="not finished | within 600 s")
-    versions = {"cleave": "0.1.0", "code": "abc", "cores": "2"}
+    versions = {"cleave": "0.1.0", "code": "abc", "cores": "2", "torch": "2.13"}
     return Results(
         scenario=scenario,
         command="cleave bench recorded.toml",

@@ -13,11 +13,12 @@ from msgspec.structs import replace
 from tests.bench.recorded import results
 
 from cleave.bench.processes import Process, ending
-from cleave.bench.records import Step, code_digest
+from cleave.bench.records import Step
 from cleave.bench.runner import plan_cells, run_cell, with_cell
 from cleave.bench.scenario import Cell, read_scenario
 from cleave.cli.main import main
 
+QUICK = Path(__file__).parents[2] / "benchmarks" / "scenarios" / "quick.toml"
 JOIN = """title = "x"
 tokens = 128
 sequence = 32
@@ -69,6 +70,28 @@ def test_a_cell_is_measured_end_to_end_and_not_run_again(tmp_path: Path, capsys:
     assert json.loads(before)["cells"] == json.loads((out / "x.json").read_bytes())["cells"]
 
 
+def test_emulated_devices_are_measured_at_the_speed_of_their_profiles(tmp_path: Path) -> None:
+    (cell,) = read_scenario(QUICK)[1]
+    run = run_cell(replace(cell, steps=3), 200.0, lambda step: None)
+    assert run.failed is None
+    assert {rate.device for rate in run.steps[-1].rates} == {"home4-1", "home4-2"}
+    assert run.emulation["joins"] == 2
+    flops = run.emulation["flops"]
+    assert isinstance(flops, float)
+    # by their profiles, two devices need at least this long for what they computed
+    assert sum(step.seconds for step in run.steps) > flops / 4e9
+    assert bench_children() == []
+
+
+def test_devices_without_arithmetic_are_measured_but_have_no_loss(tmp_path: Path) -> None:
+    (cell,) = read_scenario(QUICK)[1]
+    silent = replace(cell, steps=2, fleet=replace(cell.fleet, compute="none"))
+    run = run_cell(silent, 200.0, lambda step: None)
+    assert run.failed is None
+    assert len(run.steps) == 2
+    assert all(step.up_bytes > 0 for step in run.steps)
+
+
 def test_a_cell_that_takes_too_long_is_ended_with_its_reason(tmp_path: Path) -> None:
     cell = replace(only_cell(write(tmp_path)), steps=1_000_000)
     run = run_cell(cell, 15.0, lambda step: None)
@@ -104,15 +127,13 @@ def test_an_interrupt_ends_every_process_of_a_cell(tmp_path: Path) -> None:
 
 def test_finished_cells_stand_and_failed_ones_run_again(tmp_path: Path) -> None:
     recorded = results(tmp_path)
-    full, lora = (replace(each, digest=each.cell.digest(code_digest())) for each in recorded.cells)
-    recorded = replace(recorded, cells=(full, lora))
+    full, lora = recorded.cells
     cells = (full.cell, lora.cell)
-    plan = plan_cells(cells, recorded, again=False)
+    plan = plan_cells(cells, recorded, "abc", again=False)
     assert (plan.pending, plan.standing) == ((lora.cell,), (full,))
-    assert plan_cells(cells, recorded, again=True).pending == cells
-    assert plan_cells(cells, None, again=False).pending == cells
-    older = replace(recorded, cells=(replace(full, digest=full.cell.digest("other code")), lora))
-    assert plan_cells(cells, older, again=False).pending == cells
+    assert plan_cells(cells, recorded, "abc", again=True).pending == cells
+    assert plan_cells(cells, None, "abc", again=False).pending == cells
+    assert plan_cells(cells, recorded, "other code", again=False).pending == cells
 
 
 def test_a_new_result_takes_the_place_of_the_old_one(tmp_path: Path) -> None:

@@ -35,10 +35,20 @@ def test_the_worst_ratio_is_the_one_furthest_from_one_either_way(least: float, m
     assert Spread(median=1.0, least=least, most=most).worst == worst
 
 
-def test_rates_are_judged_against_the_slower_of_link_and_medium_where_bytes_moved(tmp_path: Path) -> None:
+def test_rates_are_judged_where_bytes_moved(tmp_path: Path) -> None:
     down_off, up_off = links_off(results(tmp_path).cells[0])
-    assert down_off == pytest.approx(0.1)  # a: 1.1 of 1 MB/s; b: 1.9 of the medium's 2
+    assert down_off == pytest.approx(0.1)  # of a: 1.1 of 1 MB/s
     assert up_off == pytest.approx(-0.05)  # b sent nothing, so its rate is a guess
+
+
+@pytest.mark.parametrize(("learned", "off"), [(0.9e6, -0.1), (1e6, 0.0), (1.9e6, 0.0), (2.2e6, 0.1)])
+def test_on_a_shared_medium_a_rate_is_right_between_the_fair_share_and_all_of_it(
+    tmp_path: Path, learned: float, off: float
+) -> None:
+    measured = results(tmp_path).cells[0]
+    rates = replace(step(1, 1.0).rates[1], down_bytes_per_s=learned)
+    run = replace(measured.runs[0], steps=(step(1, 1.0, rates=(rates,)),))
+    assert links_off(replace(measured, runs=(run,)))[0] == pytest.approx(off)
 
 
 def test_the_table_says_what_was_measured_and_why_a_cell_failed(tmp_path: Path) -> None:

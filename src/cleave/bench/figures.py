@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -81,16 +82,26 @@ def figures(measured: Measured, warmup: int, reference: Reference | None) -> Fig
     )
 
 
+def short_names(cells: Sequence[Measured]) -> list[str]:
+    """Name cells by the parts of their names in which they differ."""
+    parts = [each.cell.name.split("/") for each in cells]
+    differing = [len(set(each)) > 1 for each in zip(*parts, strict=True)]
+    kept = differing if any(differing) else [True] * len(differing)
+    return ["  ".join(part for part, keep in zip(each, kept, strict=True) if keep) for each in parts]
+
+
 def links_off(measured: Measured, step: int | None = None) -> tuple[float | None, float | None]:
     """Return how far the learned link rates are from the fleet file's, down and up: the worst device of all runs.
 
     Rates are those believed after `step`, by default the last one. Devices that moved nothing in a direction taught
-    the server nothing about it, and are left out.
+    the server nothing about it, and are left out. Of a shared medium, a device is right to expect anything between its
+    fair share and all of it.
     """
     if not measured.cell.fleet_csv:
         return None, None
     profiles = read_csv(measured.cell.fleet_csv, "fleet")
     known = {name: index for index, name in enumerate(profiles.names)}
+    sharing = Counter(profiles.medium)
     down: list[float] = []
     up: list[float] = []
     for run in measured.runs:
@@ -98,14 +109,16 @@ def links_off(measured: Measured, step: int | None = None) -> tuple[float | None
             index = known.get(rates.device)
             if index is None:
                 continue
-            medium = float(profiles.medium_bytes_per_s[index])
+            medium = float(profiles.medium_bytes_per_s[index]) if profiles.medium[index] else math.inf
+            devices = sharing[profiles.medium[index]]
             for learned, own, moved, off in (
                 (rates.down_bytes_per_s, profiles.down_bytes_per_s, rates.down_bytes, down),
                 (rates.up_bytes_per_s, profiles.up_bytes_per_s, rates.up_bytes, up),
             ):
-                configured = float(own[index]) if math.isnan(medium) else min(float(own[index]), medium)
+                most = min(float(own[index]), medium)
+                least = min(most, medium / devices)
                 if moved >= _LEAST_BYTES:
-                    off.append(learned / configured - 1)
+                    off.append(learned / min(max(learned, least), most) - 1)
     return max(down, key=abs, default=None), max(up, key=abs, default=None)
 
 

@@ -8,9 +8,9 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import NullFormatter, StrMethodFormatter
+from matplotlib.ticker import FixedLocator, NullFormatter, NullLocator, StrMethodFormatter
 
-from cleave.bench.figures import Figures, figures
+from cleave.bench.figures import Figures, figures, short_names
 from cleave.bench.records import Measured, Results, Step
 from cleave.errors import InputError
 
@@ -54,7 +54,7 @@ def _draw_times(axes: Axes, rows: list[tuple[Measured, Figures]], warmup: int) -
         axes.plot([found.seconds.median] * 2, [place - 0.32, place + 0.32], color=colour, lw=2.4)
         if found.predicted_s is not None:
             axes.plot(found.predicted_s, place, marker="D", ms=6, mfc="white", mec="black", mew=1.2, ls="none")
-    axes.set_yticks(range(len(rows)), _labels(rows), fontsize=9)
+    axes.set_yticks(range(len(rows)), short_names([measured for measured, _ in rows]), fontsize=9)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     _set_seconds(axes.xaxis, axes, [x for _, f in rows for x in (f.seconds.least, f.seconds.most, f.predicted_s) if x])
     axes.set_xlabel("seconds a step")
@@ -86,6 +86,14 @@ def _draw_ratios(axes: Axes, rows: list[tuple[Measured, Figures]], results: Resu
                 fontsize=9,
                 annotation_clip=False,
             )
+    everything = [
+        ratio for _, found in rows if found.ratio is not None for ratio in (found.ratio.least, found.ratio.most)
+    ]
+    axes.set_xscale("log")
+    axes.set_xlim(min([0.6, *everything]) / 1.1, max([1.7, *everything]) * 1.1)
+    axes.xaxis.set_major_locator(FixedLocator([0.1, 0.25, 0.5, 0.75, 1, 1.5, 2, 3, 5, 10, 20, 50, 100]))
+    axes.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+    axes.xaxis.set_minor_locator(NullLocator())
     axes.set_xlabel("measured / predicted" + ("" if target is None else f" (target {target[0]:g}-{target[1]:g})"))
     axes.tick_params(axis="y", length=0, labelleft=False)
     _tidy(axes, "x")
@@ -93,7 +101,7 @@ def _draw_ratios(axes: Axes, rows: list[tuple[Measured, Figures]], results: Resu
 
 def _draw_steps(axes: Axes, rows: list[tuple[Measured, Figures]]) -> None:
     everything: list[float] = []
-    labels = _labels(rows)
+    labels = short_names([measured for measured, _ in rows])
     for number, (measured, _) in enumerate(rows):
         for run_number, run in enumerate(measured.runs):
             taken = [step.seconds for step in run.steps]
@@ -121,14 +129,6 @@ def _set_seconds(axis: object, axes: Axes, values: list[float]) -> None:
         axes.set_xlim(0, 1.06 * max(values))
     else:
         axes.set_ylim(0, 1.06 * max(values))
-
-
-def _labels(rows: list[tuple[Measured, Figures]]) -> list[str]:
-    """Name each row by the parts in which rows differ."""
-    parts = [measured.cell.name.split("/") for measured, _ in rows]
-    differing = [len(set(each)) > 1 for each in zip(*parts, strict=True)]
-    kept = differing if any(differing) else [True] * len(differing)
-    return ["  ".join(part for part, keep in zip(each, kept, strict=True) if keep) for each in parts]
 
 
 def _steps(measured: Measured, warmup: int) -> list[Step]:

@@ -115,6 +115,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
     scenario: Scenario
     command: str
+    """The command that measures all cells; a cell has the one that measured it."""
     date: str
     versions: dict[str, str]
     cells: tuple[Measured, ...] = ()
@@ -138,7 +139,7 @@ def read_results(path: Path) -> Results | None:
 
 
 def write_results(path: Path, results: Results) -> None:
-    write_whole(path, msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    write_whole(path, msgspec.json.encode(results) + b"\n")
 
 
 def versions() -> dict[str, str]:
@@ -157,10 +158,11 @@ def code_digest() -> str:
     root = Path(cleave.__file__).parent
     whole = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
-        if path.relative_to(root).parts[0] not in _UNMEASURED:
-            whole.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+        name = path.relative_to(root).as_posix()
+        if not name.startswith(_UNMEASURED):
+            whole.update(name.encode() + b"\0" + path.read_bytes())
     return whole.hexdigest()[:12]
 
 
-_UNMEASURED: Final = {"cli", "report", "runs"}
-"""Parts of the package in which nothing runs during a step."""
+_UNMEASURED: Final = ("cli/", "report/", "runs/", "bench/figures", "bench/files", "bench/plot", "bench/table")
+"""Parts of the package that have no say in what is measured."""

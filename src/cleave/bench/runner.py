@@ -20,7 +20,7 @@ from msgspec.structs import replace
 
 from cleave.bench.messages import AnyMessage, Failed, Finished, Job, Joined, Listening
 from cleave.bench.processes import Process, ending, free_cores, machine_cpu_s
-from cleave.bench.records import Measured, Reference, Results, Run, Step, code_digest
+from cleave.bench.records import Measured, Reference, Results, Run, Step
 from cleave.bench.scenario import Cell, FleetSetting
 from cleave.errors import CleaveError
 
@@ -43,9 +43,8 @@ class Plan:
     standing: tuple[Measured, ...]
 
 
-def plan_cells(cells: Sequence[Cell], earlier: Results | None, *, again: bool) -> Plan:
-    """Decide which cells to run; with `again`, all of them."""
-    code = code_digest()
+def plan_cells(cells: Sequence[Cell], earlier: Results | None, code: str, *, again: bool) -> Plan:
+    """Decide which cells to run with the code of this digest; with `again`, all of them."""
     finished = {m.digest: m for m in (earlier.cells if earlier is not None else ()) if m.failed is None}
     standing = () if again else tuple(finished[d] for cell in cells if (d := cell.digest(code)) in finished)
     done = {measured.digest for measured in standing}
@@ -56,6 +55,7 @@ def run_cells(
     plan: Plan,
     results: Results,
     *,
+    command: str,
     limit_s: float,
     watch: Watch,
     done: Callable[[Results, Measured], None],
@@ -70,8 +70,8 @@ def run_cells(
             runs.append(run_cell(cell, limit_s, lambda step, cell=cell, number=number: watch(cell, number, step)))
         measured = Measured(
             cell=cell,
-            digest=cell.digest(code_digest()),
-            command=results.command,
+            digest=cell.digest(results.versions["code"]),
+            command=command,
             versions=results.versions,
             runs=tuple(runs),
         )

@@ -24,13 +24,16 @@ def run_session(
     files: Files,
     *,
     command: str,
+    selection: str,
     again: bool,
 ) -> Results:
-    """Run the chosen cells that are not done yet. Ctrl-C keeps every finished one."""
+    """Run the chosen cells that are not done yet. Ctrl-C keeps every finished one.
+
+    `command` is what measures all cells of the scenario, `selection` the options by which some were chosen.
+    """
     files.prepare()
     console = plain_console(stderr=True)
     earlier = files.read()
-    plan = plan_cells(chosen, earlier, again=again)
     results = Results(
         scenario=scenario,
         command=command,
@@ -39,6 +42,7 @@ def run_session(
         cells=_kept(cells, earlier),
         references=earlier.references if earlier is not None else (),
     )
+    plan = plan_cells(chosen, earlier, results.versions["code"], again=again)
     if plan.standing:
         console.print(f"{plural(len(plan.standing), 'cell')} done before, with the same settings and code")
     if (hint := files.missing_plot) is not None:
@@ -50,7 +54,14 @@ def run_session(
             progress.done(so_far, measured)
 
         try:
-            results = run_cells(plan, results, limit_s=scenario.limit_s, watch=progress.watch, done=done)
+            results = run_cells(
+                plan,
+                results,
+                command=f"{command} {selection}".strip(),
+                limit_s=scenario.limit_s,
+                watch=progress.watch,
+                done=done,
+            )
         except KeyboardInterrupt:
             console.print(f"finished cells are kept in {files.raw.parent}; the same command continues")
             raise

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cleave.bench.figures import Figures, figures
+from cleave.bench.figures import Figures, figures, short_names
 from cleave.bench.records import Measured, Results
 from cleave.report.quantities import plural
 
@@ -100,7 +100,8 @@ def _links_table(rows: Sequence[tuple[Measured, Figures]]) -> list[str]:
 
 def _steps_table(results: Results) -> list[str]:
     """Write a row per step and a column per run, so that cells can be compared step by step."""
-    runs = [(each.cell.name, run) for each in results.cells for run in each.runs]
+    names = short_names(results.cells)
+    runs = [(name, run) for name, each in zip(names, results.cells, strict=True) for run in each.runs]
     lines = _header("step", *(f"{name}, s" for name, _ in runs))
     for number in range(results.scenario.steps):
         taken = [run.steps[number] if number < len(run.steps) else None for _, run in runs]
@@ -115,8 +116,8 @@ def _remarks(results: Results, rows: Sequence[tuple[Measured, Figures]]) -> list
     lines = [
         "",
         f"Medians over {steps} of {runs}{skipped}. Predictions are of forward and backward, and so is what is divided "
-        "by them. Rates: learned over configured, the worst device after the last step. Loss: the largest difference "
-        "from plain torch in any step.",
+        "by them. Rates: learned over configured (on a shared medium, anything from the fair share to all of it is "
+        "right), the worst device after the last step. Loss: the largest difference from plain torch in any step.",
     ]
     if scenario.target is not None:
         low, high = scenario.target

@@ -87,8 +87,15 @@ def run_bench(
         files.write(results)
     else:
         _check_extras()
-        words = ["cleave", "bench", str(scenario_file), *(word for cell in only for word in ("--only", cell))]
-        results = run_session(scenario, cells, chosen, files, command=shlex.join(words), again=again)
+        results = run_session(
+            scenario,
+            cells,
+            chosen,
+            files,
+            command=shlex.join(["cleave", "bench", str(scenario_file)]),
+            selection=shlex.join(word for cell in only for word in ("--only", cell)),
+            again=again,
+        )
     if as_json:
         sys.stdout.write(files.raw.read_text(encoding="utf-8"))
     else:
