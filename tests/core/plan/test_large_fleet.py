@@ -146,6 +146,15 @@ def test_a_faster_rival_is_named_with_its_reason_and_never_chosen() -> None:
     assert chosen.step_s == min(way.step_s for way in chosen.rivals if way.name == chosen.arrangement)
 
 
+def test_a_shared_medium_bounds_columns_by_all_their_bytes() -> None:
+    fleet = fleets.usual(8, 3)
+    shared = replace(fleet, medium=("wifi",) * 8, medium_bytes_per_s=np.full(8, 1e6))
+    free, bound = (choose_step(one, SHAPE, 16 * S, sequence=S, resident_only=True) for one in (fleet, shared))
+    assert isinstance(free.plan, ModelPlan)
+    assert bound.step_s == pytest.approx((free.plan.down_bytes + free.plan.up_bytes) / 1e6)
+    assert bound.step_s > free.step_s
+
+
 def test_joining_devices_never_slow_down_an_existing_plan() -> None:
     fleet = fleets.usual(20, 5)
     plan = planned(fleet.take(np.arange(12)))

@@ -9,6 +9,8 @@ talk to each other. Where one is faster, the choice says so.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -66,6 +68,11 @@ class StepPlan:
     @property
     def bound_s(self) -> float:
         return sum(segment.bound_s for segment in self.segments) + self.attention_s
+
+    @property
+    def moved_bytes(self) -> float:
+        """Bytes through the server, both ways."""
+        return sum(one.what.count * float(one.plan.down_bytes.sum() + one.plan.up_bytes.sum()) for one in self.segments)
 
     def role_s(self, role: Role) -> float:
         return sum(segment.step_s for segment in self.segments if segment.what.role == role)
@@ -151,7 +158,9 @@ def choose_step(
     try:
         columns = plan_resident(profiles, shape, tokens, sequence=sequence, wire=wire, server=server)
         plans[COLUMNS] = columns
-        ways[COLUMNS] = Rival(name=COLUMNS, step_s=columns.step_s, arrangement=_columns(columns), is_ours=True)
+        seconds = max(columns.step_s, _medium_s(profiles, columns.devices, columns.down_bytes + columns.up_bytes))
+        how = _columns(columns) + (", limited by a shared medium" if seconds > columns.step_s else "")
+        ways[COLUMNS] = Rival(name=COLUMNS, step_s=seconds, arrangement=how, is_ours=True)
     except InfeasibleError as why:
         if resident_only:
             raise
@@ -161,7 +170,8 @@ def choose_step(
             gemms = plan_step(profiles, shape, tokens, sequence=sequence, wire=wire, server=server)
             attention_s = 0.0 if gemms.attention_s else attention_by_heads_s(case)
             plans[GROUPED] = gemms
-            how, seconds = "q/k/v and gate/up as one gemm, 3D where it pays", gemms.step_s + attention_s
+            seconds = max(gemms.step_s + attention_s, _medium_s(profiles, frozenset(profiles.names), gemms.moved_bytes))
+            how = "q/k/v and gate/up as one gemm, 3D where it pays"
         except InfeasibleError as why:
             if not plans:
                 raise
@@ -178,6 +188,15 @@ def choose_step(
         plan=plans[best],
         rivals=tuple(sorted(ways.values(), key=lambda way: way.step_s)),
     )
+
+
+def _medium_s(profiles: Profiles, devices: Collection[str], moved_bytes: float) -> float:
+    """Seconds of the busiest shared medium, whose devices are taken to move equal parts of all bytes."""
+    sharing: dict[str, int] = Counter(
+        medium for name, medium in zip(profiles.names, profiles.medium, strict=True) if medium and name in devices
+    )
+    capacities = dict(zip(profiles.medium, profiles.medium_bytes_per_s.tolist(), strict=True))
+    return max((moved_bytes * count / len(devices) / capacities[name] for name, count in sharing.items()), default=0.0)
 
 
 def _columns(plan: ModelPlan) -> str:

@@ -68,9 +68,7 @@ def pipelines(case: Case) -> Rival:
         name=PIPELINES,
         step_s=found.step_s,
         arrangement=found.arrangement,
-        spares="weights and optimizer stay on its devices, so neither weights nor gradients cross links"
-        if found.pipelines == 1
-        else "weights and optimizer stay on its devices, and links between devices carry activations once",
+        spares=found.spares,
     )
 
 
@@ -179,6 +177,15 @@ class _Search:
                 placed = timely(least_s * slack)
                 if placed is not None:
                     self._keep(count, _trimmed(placed, self._stages, count * self._case.shape.layers, count))
+
+    @property
+    def spares(self) -> str:
+        moved = (
+            "neither weights nor gradients cross links"
+            if self.pipelines == 1
+            else f"gradients are reduced among {self.pipelines} replicas, and weights cross no link"
+        )
+        return moved if self._stages.recompute else f"{moved}; activations are kept, not computed again"
 
     def _keep(self, count: int, placed: Placement) -> None:
         flow = weigh(self._case, self._stages, placed, count)
