@@ -48,14 +48,6 @@ class Grid(TypedDict):
     large: list[tuple[str, str, int, int]]
 
 
-class Few(TypedDict):
-    flops_per_s: float
-    memory_bytes: float
-    latency_s: float
-    mbit: list[tuple[float, float]]
-    cells: list[tuple[str, int, int]]
-
-
 class Caps(TypedDict):
     gbit: list[float]
     cells: list[tuple[str, str, int]]
@@ -75,7 +67,6 @@ class Scenario(TypedDict):
     tokens: int
     sequence: int
     grid: Grid
-    few: Few
     caps: Caps
     timing: Timing
 
@@ -85,7 +76,6 @@ def run(given: dict[str, object], say: Say) -> None:
     _table(scenario, say)
     _steps(scenario, say)
     _grid(scenario, say)
-    _few(scenario, say)
     _caps(scenario, say)
     _timing(scenario, say)
 
@@ -225,7 +215,7 @@ def _grid(scenario: Scenario, say: Say) -> None:
         except InfeasibleError:
             say(f"| {where} | does not fit | | | | | |")
             continue
-        best = _best_rival(chosen)
+        best = best_rival(chosen)
         gains.append(best.step_s / chosen.step_s)
         grouped.append(next(way.step_s for way in chosen.rivals if way.name == GROUPED) / chosen.step_s)
         if chosen.faster:
@@ -247,40 +237,7 @@ def _grid(scenario: Scenario, say: Say) -> None:
     say("")
 
 
-def _few(scenario: Scenario, say: Say) -> None:
-    """Few devices on home links, where weights and gradients that travel every step weigh most."""
-    few = scenario["few"]
-    say("## Few devices: seconds per step (- where it does not fit)\n")
-    links = ", ".join(f"{down:g}/{up:g}" for down, up in few["mbit"])
-    say(
-        f"{few['flops_per_s'] / 1e12:g} TFLOP/s, {few['memory_bytes'] / 1e9:g} GB, {few['latency_s'] * 1e3:g} ms, "
-        f"links of {links} Mbit/s down/up in turn.\n"
-    )
-    names: list[str] = []
-    for model, tokens, count in few["cells"]:
-        links_bytes = np.resize(np.array(few["mbit"]), (count, 2)) * 1e6 / 8
-        same = np.ones(count)
-        profiles = Profiles(
-            names=tuple(f"d{number}" for number in range(count)),
-            flops_per_s=few["flops_per_s"] * same,
-            down_bytes_per_s=links_bytes[:, 0],
-            up_bytes_per_s=links_bytes[:, 1],
-            latency_s=few["latency_s"] * same,
-            memory_bytes=few["memory_bytes"] * same,
-        )
-        chosen = choose_step(profiles, named(model), tokens, sequence=scenario["sequence"], resident_only=True)
-        rivals = {way.name: way for way in chosen.rivals if not way.is_ours}
-        if not names:
-            names = sorted(rivals)
-            say(f"| model | devices | tokens | columns | {' | '.join(names)} | gain |")
-            say("|---" * (len(names) + 5) + "|")
-        told = [f"{rivals[name].step_s:.1f}" if rivals[name].fits else "-" for name in names]
-        gain = _best_rival(chosen).step_s / chosen.step_s
-        say(f"| {model} | {count} | {tokens} | {chosen.step_s:.1f} | {' | '.join(told)} | {gain:.2f} |")
-    say("")
-
-
-def _best_rival(chosen: StepChoice) -> Rival:
+def best_rival(chosen: StepChoice) -> Rival:
     return next(way for way in chosen.rivals if not way.is_ours)
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -157,6 +158,19 @@ def test_a_plan_says_which_rival_is_faster_by_how_much_and_why(few: str, capsys:
     assert main(request) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert f"{rival['name']} is {rival['factor']:.2f} times as fast: {rival['spares']}" in text
+
+
+def test_a_plan_with_adapters_is_faster_and_says_so(few: str, capsys: pytest.CaptureFixture[str]) -> None:
+    request = ["plan", "--model", "opt-125m", "--tokens", "8192", "--grain", "resident", "--fleet", few]
+    capsys.readouterr()
+    plans: list[dict[str, Any]] = []
+    for more in ([], ["--lora", "8"]):
+        assert main([*request, *more, "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    assert [plan["lora"] for plan in plans] == [None, 8]
+    assert plans[1]["step_s"] < plans[0]["step_s"]
+    assert main([*request, "--lora", "100000"]) == 2
+    assert "768" in capsys.readouterr().err
 
 
 def test_a_config_json_or_its_folder_is_accepted_as_a_model(

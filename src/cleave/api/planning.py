@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -41,11 +42,13 @@ def plan(
     split: Split = "auto",
     grouped: bool = True,
     grain: Grain = settings.GRAIN,
+    lora: int | None = None,
 ) -> GemmPlan | StepPlan | StepChoice:
     """Plan one gemm, or a model's whole step, over a fleet: profiles, or the path of a fleet CSV.
 
     A step with grain "gemm" is returned as a `StepPlan`; `split` and `grouped` apply to it only. Otherwise it is a
     `StepChoice`: the faster grain, or the resident one with grain "resident", beside every rival.
+    With `lora`, a step trains adapters of that rank beside every linear layer of attention and MLP, and nothing else.
     """
     check_type(fleet, Profiles | str | Path, "a fleet as Profiles or the path of a fleet CSV")
     profiles = fleet if isinstance(fleet, Profiles) else load_fleet(fleet)
@@ -61,11 +64,19 @@ def plan(
             raise InputError(
                 f"expected sizes of at least 1, got gemm {product.m}, {product.n}, {product.k}; give M, N, K"
             )
+        if lora is not None:
+            raise InputError("a single product has no adapters; plan a model with --model and --tokens, or drop --lora")
         return plan_gemm(profiles, product, wire=wire, server=server, split=split)
     assert model is not None
     shape = model if isinstance(model, ModelShape) else load_shape(model)
     if tokens is None:
         raise InputError("planning a model needs the tokens per step; add --tokens, such as --tokens 131072")
+    if lora is not None:
+        if not 1 <= lora <= shape.hidden:
+            raise InputError(
+                f"expected --lora to be a rank from 1 to {shape.hidden}, the hidden size, got {lora}; change it"
+            )
+        shape = replace(shape, adapter_rank=lora)
     length = _sequence(shape, tokens, sequence)
     if grain == "gemm" or (grain == "auto" and (split != "auto" or not grouped)):
         return plan_step(

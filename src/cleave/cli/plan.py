@@ -53,6 +53,12 @@ def add_to(add: AddVerb) -> None:
         metavar="N",
         help="tokens per sequence (default: the largest divisor of --tokens up to 1024)",
     )
+    work.add_argument(
+        "--lora",
+        type=count,
+        metavar="RANK",
+        help="train LoRA adapters of this rank beside every linear layer, all else frozen (default: train all weights)",
+    )
     place = verb.add_argument_group("fleet and server")
     place.add_argument("--fleet", required=True, metavar="FLEET.csv", help="device profiles, one per line")
     place.add_argument(
@@ -103,6 +109,7 @@ def _run_plan(options: argparse.Namespace) -> None:
         grain=options.grain,
         split=options.split,
         grouped=not options.ungrouped,
+        lora=options.lora,
         as_json=options.json,
         plot=options.plot,
     )
@@ -122,6 +129,7 @@ def run_plan(
     grain: Grain,
     split: Split,
     grouped: bool,
+    lora: int | None,
     as_json: bool,
     plot: str | None,
 ) -> None:
@@ -152,6 +160,7 @@ def run_plan(
         split=split,
         grouped=grouped,
         grain=grain,
+        lora=lora,
     )
     if as_json:
         sys.stdout.write(json.dumps(plan_json.as_json(planned)) + "\n")

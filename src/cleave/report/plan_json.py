@@ -96,6 +96,7 @@ class FasterJson(TypedDict):
 
 class ChoiceJson(TypedDict):
     model: str
+    lora: int | None
     tokens: int
     sequence: int
     wire: str
@@ -132,6 +133,7 @@ def _choice(choice: StepChoice) -> ChoiceJson:
     plan = choice.plan
     chosen: ChoiceJson = {
         "model": choice.shape.name,
+        "lora": choice.shape.adapter_rank or None,
         "tokens": choice.tokens,
         "sequence": choice.sequence,
         "wire": choice.wire,

@@ -27,9 +27,10 @@ _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 def show_choice(choice: StepChoice, profiles: Profiles, server: Server, gpu: CloudGpu) -> None:
     console = plain_console()
     shape = choice.shape
+    lora = f" with LoRA of rank {shape.adapter_rank}" if shape.adapter_rank else ""
     facts = (
-        f" ({parameters(shape.params)}), {choice.tokens:,} tokens a step in sequences of {choice.sequence:,}, wire "
-        f"{choice.wire}, {devices_text(len(profiles))}, {server_text(server)}"
+        f"{lora} ({parameters(shape.params)}), {choice.tokens:,} tokens a step in sequences of {choice.sequence:,}, "
+        f"wire {choice.wire}, {devices_text(len(profiles))}, {server_text(server)}"
     )
     console.print(Text.assemble((shape.name, "bold"), facts))
     if isinstance(choice.plan, ModelPlan):
@@ -42,7 +43,9 @@ def show_choice(choice: StepChoice, profiles: Profiles, server: Server, gpu: Clo
     _show_rivals(console, choice)
     if isinstance(choice.plan, StepPlan):  # reported by plan_text
         return
-    print_gpu(console, step_flops(shape, choice.tokens, choice.sequence), choice.step_s, gpu, shape.params)
+    print_gpu(
+        console, step_flops(shape, choice.tokens, choice.sequence), choice.step_s, gpu, None if lora else shape.params
+    )
 
 
 def _show_plane(console: Console, plan: ModelPlan, profiles: Profiles) -> None:

@@ -18,6 +18,7 @@ from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.shapes import named
 from cleave.core.model.sublayers import sublayers_of
+from cleave.core.plan.resident.few_devices import plan_few
 from cleave.core.plan.resident.large_fleet import ModelPlan, plan_resident
 from cleave.core.plan.resident.plane import tiles, worth_of_one_more
 from cleave.core.plan.rivals.case import Case
@@ -146,9 +147,32 @@ def test_a_faster_rival_is_named_with_its_reason_and_never_chosen() -> None:
     assert chosen.step_s == min(way.step_s for way in chosen.rivals if way.name == chosen.arrangement)
 
 
+def test_frozen_weights_do_not_travel_again() -> None:
+    fleet, adapted = fleets.usual(12, 3), replace(SHAPE, adapter_rank=4)
+    whole, adapters = (plan_resident(fleet, shape, 16 * S, sequence=S) for shape in (SHAPE, adapted))
+    check(adapters, fleet)
+    assert adapters.step_s < whole.step_s
+    assert sum(sublayer.trained for sublayer in sublayers_of(adapted)) == 3 * (
+        adapted.attention_adapter_params + adapted.mlp_adapter_params
+    )
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_few_devices_are_planned_no_worse_than_by_the_live_search(count: int) -> None:
+    fleet = fleets.usual(count, 2)
+    chosen = choose_step(fleet, SHAPE, 8 * S, sequence=S, resident_only=True)
+    few = plan_few(fleet, SHAPE, 8 * S, sequence=S, wire="bf16", server=Server())
+    assert chosen.step_s <= few.step_s
+    assert few.step_s == pytest.approx(few.activation_s + few.synchronisation_s + few.fill_s)
+    assert few.devices.isdisjoint(few.left_out)
+    assert len(few.devices) + len(few.left_out) == count
+    area = sum((tile.params[1] - tile.params[0]) * (tile.tokens[1] - tile.tokens[0]) for tile in tiles(few))
+    assert area == pytest.approx(8 * S * sum(sublayer.params for sublayer in sublayers_of(SHAPE)))
+
+
 def test_a_shared_medium_bounds_columns_by_all_their_bytes() -> None:
-    fleet = fleets.usual(8, 3)
-    shared = replace(fleet, medium=("wifi",) * 8, medium_bytes_per_s=np.full(8, 1e6))
+    fleet = fleets.usual(12, 3)
+    shared = replace(fleet, medium=("wifi",) * 12, medium_bytes_per_s=np.full(12, 1e6))
     free, bound = (choose_step(one, SHAPE, 16 * S, sequence=S, resident_only=True) for one in (fleet, shared))
     assert isinstance(free.plan, ModelPlan)
     assert bound.step_s == pytest.approx((free.plan.down_bytes + free.plan.up_bytes) / 1e6)

@@ -222,6 +222,19 @@ def test_optimizer_state_of_sixteen_bytes_a_parameter_limits_the_layers_of_a_sta
     assert stages.place(1, Limits(forward_s=1e9, backward_s=1e-9, reduction_s=inf)) is None
 
 
+def test_with_adapters_only_their_gradients_are_reduced_and_frozen_weights_take_two_bytes() -> None:
+    adapted = replace(DEMO, adapter_rank=8)
+    # 8 x (4 x 256 + 4 x 256) beside q, k, v, o and 3 x 8 x (256 + 768) beside the MLP, per layer
+    adapters = 4 * (8 * 2048 + 3 * 8 * 1024)
+    of = case(alike(2, down=1e4, up=1e4), shape=adapted)
+    assert of.whole.trained == adapters
+    assert of.whole.state_bytes == 2 * (PARAMS + adapters) + 14 * adapters
+    forward_s = 4 * S * (4 * LAYER_FORWARD + HEAD_FORWARD + 2 * adapters) / speed(1e11)
+    assert data_parallel(of).step_s == pytest.approx(forward_s + 2 * adapters / 1e4)
+    whole, part = case(alike(2)), case(alike(2), shape=adapted)
+    assert pipelines(part).step_s <= pipelines(whole).step_s
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_no_order_of_a_few_devices_is_much_faster_than_the_pipeline_found(seed: int) -> None:
     rng = np.random.default_rng(seed)

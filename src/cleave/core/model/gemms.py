@@ -108,7 +108,8 @@ class Segment:
 def step_gemms(shape: ModelShape, tokens: int, grouped: bool = True) -> tuple[StepGemm, ...]:
     """Every gemm with weights in a step over `tokens` tokens, one entry per linear layer and role.
 
-    The first layer's grad_input counts too: the token table is trained.
+    The first layer's grad_input counts too: the token table is trained. With adapters no weight has a gradient, and the
+    small products of the adapters are left out.
     """
     return (
         *_attention_gemms(shape, tokens, grouped),
@@ -205,7 +206,8 @@ def step_flops(shape: ModelShape, tokens: int, sequence: int) -> int:
 
 def _attention_gemms(shape: ModelShape, tokens: int, grouped: bool) -> tuple[StepGemm, ...]:
     readers = {"q": shape.q_width, "k": shape.kv_width, "v": shape.kv_width}
-    return (
+    return _with_gradients(
+        shape,
         *_sharing_input("qkv", readers, shape.hidden, tokens, shape.layers, grouped),
         *_linear("out", ("out",), shape.hidden, shape.q_width, tokens, shape.layers),
     )
@@ -213,7 +215,8 @@ def _attention_gemms(shape: ModelShape, tokens: int, grouped: bool) -> tuple[Ste
 
 def _mlp_gemms(shape: ModelShape, tokens: int, grouped: bool) -> tuple[StepGemm, ...]:
     readers = {"gate": shape.ffn, "up": shape.ffn} if shape.gated_mlp else {"up": shape.ffn}
-    return (
+    return _with_gradients(
+        shape,
         *_sharing_input("_".join(readers), readers, shape.hidden, tokens, shape.layers, grouped),
         *_linear("down", ("down",), shape.hidden, shape.ffn, tokens, shape.layers),
     )
@@ -222,12 +225,18 @@ def _mlp_gemms(shape: ModelShape, tokens: int, grouped: bool) -> tuple[StepGemm,
 def _head_gemms(shape: ModelShape, tokens: int) -> tuple[StepGemm, ...]:
     head = _linear("head", ("head",), shape.vocab, shape.embed_dim, tokens, 1)
     if shape.embed_dim == shape.hidden:
-        return head
-    return (
+        return _with_gradients(shape, *head)
+    return _with_gradients(
+        shape,
         *_linear("project_in", ("project_in",), shape.hidden, shape.embed_dim, tokens, 1),
         *_linear("project_out", ("project_out",), shape.embed_dim, shape.hidden, tokens, 1),
         *head,
     )
+
+
+def _with_gradients(shape: ModelShape, *gemms: StepGemm) -> tuple[StepGemm, ...]:
+    """Leave out gradients of frozen weights."""
+    return tuple(gemm for gemm in gemms if not (shape.adapter_rank and gemm.role == "grad_weight"))
 
 
 def _sharing_input(

@@ -44,6 +44,8 @@ class ModelShape:
     norm_vectors: int
     """Learned vectors per norm: 1 for RMSNorm, 2 for LayerNorm, 0 without scale and shift."""
     final_norm: bool
+    adapter_rank: int = 0
+    """Rank of LoRA adapters beside every linear layer of attention and MLP, all else frozen; 0: all is trained."""
 
     @property
     def q_width(self) -> int:
@@ -65,6 +67,15 @@ class ModelShape:
         """Parameters of one layer's MLP: projections, their biases, and its norm."""
         inner = self.ffn * (2 if self.gated_mlp else 1)
         return self._mlp_gemm_params + (inner + self.hidden) * self.mlp_bias + self._norm_params
+
+    @property
+    def attention_adapter_params(self) -> int:
+        """Parameters of the adapters of q, k, v and o; both sides of each."""
+        return self.adapter_rank * (4 * self.hidden + 2 * self.q_width + 2 * self.kv_width)
+
+    @property
+    def mlp_adapter_params(self) -> int:
+        return self.adapter_rank * (self.hidden + self.ffn) * (3 if self.gated_mlp else 2)
 
     @property
     def gemm_params_per_layer(self) -> int:

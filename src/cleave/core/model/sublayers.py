@@ -50,39 +50,43 @@ class Sublayer:
 
 
 def sublayers_of(shape: ModelShape, *, trained: bool = True) -> tuple[Sublayer, ...]:
-    """Attention and MLP of every layer, then the head; the token table stays on the server."""
-    share = 1 if trained else 0
+    """Attention and MLP of every layer, then the head; the token table stays on the server.
+
+    With adapters, only those are trained, and every slice holds one side of each in full.
+    """
+    share, lora = int(trained and not shape.adapter_rank), int(trained) * shape.adapter_rank * shape.hidden
     query, key = shape.hidden * shape.q_width, shape.hidden * shape.kv_width
     norm = shape.norm_vectors * shape.hidden
+    adapters, products = shape.attention_adapter_params, 2 * query + 2 * key
     attention = Sublayer(
         kind="attention",
-        params=shape.attention_params,
-        trained=share * shape.attention_params,
+        params=shape.attention_params + adapters,
+        trained=share * shape.attention_params + int(trained) * adapters,
         kv_width=shape.kv_width,
         inner=shape.q_width,
         slices=shape.kv_heads,
-        products=2 * query + 2 * key,
-        gradient_products=share * (2 * query + 2 * key),
+        products=products + adapters,
+        gradient_products=share * products + int(trained) * adapters,
         rebuilt_products=query,
         passed_products=2 * query,
-        undivided=norm + shape.hidden * shape.out_bias,
-        undivided_trained=share * (norm + shape.hidden * shape.out_bias),
+        undivided=norm + shape.hidden * shape.out_bias + 4 * shape.adapter_rank * shape.hidden,
+        undivided_trained=share * (norm + shape.hidden * shape.out_bias) + 4 * lora,
     )
-    side = shape.hidden * shape.ffn
-    products = shape.gemm_params_per_layer - attention.products
+    side, maps = shape.hidden * shape.ffn, 3 if shape.gated_mlp else 2
+    adapters, products = shape.mlp_adapter_params, maps * shape.hidden * shape.ffn
     mlp = Sublayer(
         kind="mlp",
-        params=shape.mlp_params,
-        trained=share * shape.mlp_params,
+        params=shape.mlp_params + adapters,
+        trained=share * shape.mlp_params + int(trained) * adapters,
         kv_width=0,
         inner=shape.ffn,
         slices=shape.ffn,
-        products=products,
-        gradient_products=share * products,
+        products=products + adapters,
+        gradient_products=share * products + int(trained) * adapters,
         rebuilt_products=products - side,
-        passed_products=products,
-        undivided=norm + shape.hidden * shape.mlp_bias,
-        undivided_trained=share * (norm + shape.hidden * shape.mlp_bias),
+        passed_products=products + adapters,
+        undivided=norm + shape.hidden * shape.mlp_bias + maps * shape.adapter_rank * shape.hidden,
+        undivided_trained=share * (norm + shape.hidden * shape.mlp_bias) + maps * lora,
     )
     head_params = shape.head_gemm_params + shape.final_norm_params
     head = Sublayer(

@@ -22,6 +22,7 @@ from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.gemms import Gemm, Role, StepGemm, attention_products, step_gemms
 from cleave.core.model.shapes import ModelShape
 from cleave.core.plan.gemm.product import GemmPlan, Split, plan_gemm
+from cleave.core.plan.resident.few_devices import FEW, plan_few
 from cleave.core.plan.resident.large_fleet import ModelPlan, plan_resident
 from cleave.core.plan.rivals.case import Case, Rival
 from cleave.core.plan.rivals.compare import all_rivals
@@ -156,7 +157,7 @@ def choose_step(
     ways: dict[str, Rival] = {rival.name: rival for rival in all_rivals(case)}
     plans: dict[str, ModelPlan | StepPlan] = {}
     try:
-        columns = plan_resident(profiles, shape, tokens, sequence=sequence, wire=wire, server=server)
+        columns = _resident(case)
         plans[COLUMNS] = columns
         seconds = max(columns.step_s, _medium_s(profiles, columns.devices, columns.down_bytes + columns.up_bytes))
         how = _columns(columns) + (", limited by a shared medium" if seconds > columns.step_s else "")
@@ -188,6 +189,31 @@ def choose_step(
         plan=plans[best],
         rivals=tuple(sorted(ways.values(), key=lambda way: way.step_s)),
     )
+
+
+def _resident(case: Case) -> ModelPlan:
+    """The faster plan of the searches that apply."""
+    searches = (plan_resident, plan_few) if len(case.profiles) <= FEW else (plan_resident,)
+    found: list[ModelPlan] = []
+    why: InfeasibleError | None = None
+    for search in searches:
+        try:
+            found.append(
+                search(
+                    case.profiles,
+                    case.shape,
+                    case.tokens,
+                    sequence=case.sequence,
+                    wire=case.wire,
+                    server=case.server,
+                )
+            )
+        except InfeasibleError as fault:
+            why = why or fault
+    if not found:
+        assert why is not None
+        raise why
+    return min(found, key=lambda plan: plan.step_s)
 
 
 def _medium_s(profiles: Profiles, devices: Collection[str], moved_bytes: float) -> float:

@@ -159,10 +159,13 @@ class _Part(NamedTuple):
 
 
 def _rounds(profiles: Profiles, whole: SublayerSums) -> list[int]:
-    """Numbers of rounds to try: as few as memory allows and a few more; just one if memory is plentiful."""
+    """Numbers of rounds to try: as few as memory allows and a few more.
+
+    Just one if memory is plentiful, or if weights are frozen: those travel once and stay.
+    """
     terms = whole.terms
     models = float(profiles.memory_bytes.sum() / ((terms.resident_bytes + terms.accumulator_bytes) * whole.sums[0, -1]))
-    if models > _PLENTY:
+    if models > _PLENTY or whole.sums[1, -1] < whole.sums[0, -1]:
         return [1]
     layers = len(whole) // 2
     return [rounds for rounds in sorted({*_ROUNDS, layers}) if rounds <= layers and rounds * models >= 1]

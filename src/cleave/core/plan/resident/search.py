@@ -44,8 +44,10 @@ def area_bound_s(profiles: Profiles, of: SublayerSums, tokens: int, *, is_held: 
     params = float(of.sums[0, -1]) - head
     area = tokens * params
     row_s = 2 * of.hidden * terms.activation_bytes / np.minimum(profiles.down_bytes_per_s, profiles.up_bytes_per_s)
+    trained = min((one.trained / one.params for one in of.sublayers if one.kind != "head"), default=1.0)
     sync_s = np.maximum(terms.gradient_bytes / profiles.up_bytes_per_s, terms.weight_bytes / profiles.down_bytes_per_s)
-    held = profiles.memory_bytes / (terms.resident_bytes + terms.accumulator_bytes) if is_held else np.inf
+    sync_s *= trained
+    held = profiles.memory_bytes / (terms.resident_bytes + terms.accumulator_bytes * trained) if is_held else np.inf
     most = np.minimum(held, params)
     param_flops = _least_flops_per_param(of)
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from cleave.core.cost.rates import Server
 from cleave.core.cost.resident import shard_costs, sum_up
-from cleave.core.cost.terms import live_terms
+from cleave.core.cost.terms import Terms, live_terms
 from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Bools, Floats, Ints, Profiles
 from cleave.core.model.sublayers import Sublayer
@@ -55,12 +55,13 @@ def plan_columns(
     cores: float = inf,
     chunks: Sequence[int] = CHUNKS,
     previous: ResidentPlan | None = None,
+    terms: Terms | None = None,
 ) -> ResidentPlan:
     """The fastest arrangement found; or `previous`, if it still fits and the new one saves less than 30%.
 
     `medium_bytes_per_s` is one medium shared by all traffic, such as a Wi-Fi network; `cores` is how many devices can
     compute at once, if they are on one machine. Devices are numbered as in `profiles`; each is in at most one column,
-    and in none if it would only slow the step down.
+    and in none if it would only slow the step down. `terms` are those of live devices unless given.
     """
     if not sublayers or min(hidden, sequences, sequence, *chunks) < 1:
         raise InputError(
@@ -68,7 +69,7 @@ def plan_columns(
             f"hidden {hidden}, {sequences} sequences of {sequence}, chunks {tuple(chunks)}; give a model and a batch"
         )
     problem = Problem(
-        sums=sum_up(sublayers, hidden=hidden, sequence=sequence, terms=live_terms(wire), wants_dx=wants_dx),
+        sums=sum_up(sublayers, hidden=hidden, sequence=sequence, terms=terms or live_terms(wire), wants_dx=wants_dx),
         sequences=sequences,
         profiles=profiles,
         server=server or Server(),

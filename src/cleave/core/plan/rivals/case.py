@@ -34,6 +34,10 @@ LOGIT_BYTES = 4
 """A logit and its gradient, in 16 bits."""
 
 
+KEPT = "; activations are kept, not computed again"
+"""What a rival spares where memory allows; Cleave always computes them again."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """A layer, an end of the model, or all of it."""
@@ -84,15 +88,17 @@ class Case:
     def table(self) -> Part:
         """Token and position tables: looking up costs no FLOPs."""
         params = self.shape.vocab * self.shape.embed_dim + self.shape.position_rows * self.shape.hidden
-        return Part(params=params, trained=params, forward_flops=0.0, backward_flops=0.0)
+        trained = 0 if self.shape.adapter_rank else params
+        return Part(params=params, trained=trained, forward_flops=0.0, backward_flops=0.0)
 
     @property
     def whole(self) -> Part:
         """The whole model; a table that is also the head counts once."""
         layer, head, layers = self.layer, self.head, self.shape.layers
+        adapters = layers * (self.shape.attention_adapter_params + self.shape.mlp_adapter_params)
         return Part(
-            params=self.shape.params,
-            trained=self.shape.params,
+            params=self.shape.params + adapters,
+            trained=adapters or self.shape.params,
             forward_flops=layers * layer.forward_flops + head.forward_flops,
             backward_flops=layers * layer.backward_flops + head.backward_flops,
         )

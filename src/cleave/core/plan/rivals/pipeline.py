@@ -26,7 +26,7 @@ from math import inf
 import numpy as np
 
 from cleave.core.fleet.profiles import Floats
-from cleave.core.plan.rivals.case import Case, Rival, plural, too_small
+from cleave.core.plan.rivals.case import KEPT, Case, Rival, plural, too_small
 from cleave.core.plan.rivals.reduction import MANNERS, reduced
 from cleave.core.plan.rivals.stages import Limits, Placement, Stages
 
@@ -185,7 +185,7 @@ class _Search:
             if self.pipelines == 1
             else f"gradients are reduced among {self.pipelines} replicas, and weights cross no link"
         )
-        return moved if self._stages.recompute else f"{moved}; activations are kept, not computed again"
+        return moved if self._stages.recompute else moved + KEPT
 
     def _keep(self, count: int, placed: Placement) -> None:
         flow = weigh(self._case, self._stages, placed, count)

@@ -1,0 +1,86 @@
+"""Plan a named model on few devices as the live server would: by its search, in the terms of plans for named models.
+
+The search for large fleets (`large_fleet`) fills columns greedily, which may leave a handful of devices unbalanced.
+Here the nearly exhaustive search of `small_fleet` does the same work, and `step` takes the faster of the two plans.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from cleave.core.cost.rates import Server
+from cleave.core.cost.resident import sum_up
+from cleave.core.cost.terms import lean_terms
+from cleave.core.cost.wire import WireFormat
+from cleave.core.fleet.profiles import Profiles
+from cleave.core.model.shapes import ModelShape
+from cleave.core.model.sublayers import sublayers_of
+from cleave.core.plan.resident.cover import Recipe
+from cleave.core.plan.resident.large_fleet import ModelPlan, Round
+from cleave.core.plan.resident.search import area_bound_s
+from cleave.core.plan.resident.small_fleet import plan_columns
+
+FEW = 8
+_CHUNKS = (16, 64, 256, 1024)
+
+
+def plan_few(
+    profiles: Profiles,
+    shape: ModelShape,
+    tokens: int,
+    *,
+    sequence: int,
+    wire: WireFormat,
+    server: Server,
+) -> ModelPlan:
+    """A plan for up to `FEW` devices; InfeasibleError if their memory does not hold the model at once."""
+    sublayers, terms = sublayers_of(shape), lean_terms(wire)
+    plan = plan_columns(
+        profiles,
+        sublayers,
+        hidden=shape.hidden,
+        sequences=tokens // sequence,
+        sequence=sequence,
+        wire=wire,
+        server=server,
+        medium_bytes_per_s=_medium_bytes_per_s(profiles),
+        chunks=_CHUNKS,
+        terms=terms,
+    )
+    whole = sum_up(sublayers, hidden=shape.hidden, sequence=sequence, terms=terms)
+    # what the busiest device spends on weights and gradients; the rest is rows
+    links = {
+        name: terms.weight_bytes / down + terms.gradient_bytes / up
+        for name, down, up in zip(
+            profiles.names, profiles.down_bytes_per_s.tolist(), profiles.up_bytes_per_s.tolist(), strict=True
+        )
+    }
+    synchronisation_s = max(
+        links[device]
+        * sum(one.trained for one in sublayers[stage.first : stage.first + stage.count])
+        / len(stage.columns)
+        for stage in plan.stages
+        for device in stage.devices
+    )
+    return ModelPlan(
+        shape=shape,
+        tokens=tokens,
+        sequence=sequence,
+        wire=wire,
+        rounds=(
+            Round(
+                plan=plan,
+                recipe=Recipe(chunk=plan.chunk),
+                synchronisation_s=min(synchronisation_s, plan.busiest_s),
+            ),
+        ),
+        bound_s=min(area_bound_s(profiles, whole, tokens, is_held=True), plan.step_s),
+        left_out={
+            name: "speed: the step would take longer with it" for name in profiles.names if name not in plan.devices
+        },
+    )
+
+
+def _medium_bytes_per_s(profiles: Profiles) -> float:
+    """Capacity of the medium, if all devices share one."""
+    return float(profiles.medium_bytes_per_s[0]) if len(set(profiles.medium)) == 1 and profiles.medium[0] else inf
