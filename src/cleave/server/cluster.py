@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from cleave import events, settings
+from cleave.core.cost.rates import Server
 from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.decoder import Decoder
@@ -49,7 +50,9 @@ from cleave.server.resident.audit_case import Replay
 from cleave.server.resident.audits import Audits, AuditTotals
 from cleave.server.resident.results import ResidentResults
 from cleave.server.resident.run import ResidentRun
+from cleave.server.server_cost import BYTE_S, TASK_S, Handling
 from cleave.server.status import DeviceStatus, FleetStatus
+from cleave.server.step_clock import StepClock
 from cleave.server.vacancy import StandIn
 from cleave.transport.base import Channel
 
@@ -111,14 +114,22 @@ class Cluster:
         self._listener = _harmless(listener)
         self._grain: events.GrainChosen | None = None
         self.planning = Planning(
-            Setting(wire=wire, medium_bytes_per_s=medium_bytes_per_s, cores=cores),
+            Setting(
+                wire=wire,
+                medium_bytes_per_s=medium_bytes_per_s,
+                cores=cores,
+                server=Server(task_s=TASK_S, byte_s=BYTE_S),
+            ),
             fleet=self._snapshot,
             tell=lambda choice: self.tell(
-                events.GrainChosen(grain=choice.grain, reason=choice.reason, predicted_s=choice.predicted_s)
+                events.GrainChosen(grain=choice.grain, reason=choice.reason, predicted_s=choice.modeled_s)
             ),
             arrange=arrange,
             audited=self._audited,
         )
+        self._clock = StepClock(self.planning.experience)
+        self._latest: PassChoice | None = None
+        self._handling = Handling()
         self._checker, self._audit_totals = Checker(self._codec), AuditTotals()
         self._driver = Driver(
             loop,
@@ -138,6 +149,7 @@ class Cluster:
         self._is_unused = False
         self._is_closed = False
         self._waiting_lock, self._waiting, self._waiting_since, self._waiting_s = threading.Lock(), 0, 0.0, 0.0
+        self._cpu_since = self._waiting_cpu_s = 0.0
 
     # -------------------------------------------------------------------------------------------- work
 
@@ -153,7 +165,11 @@ class Cluster:
     def choose_pass(self, work: PassWork, local: Local = _ELSEWHERE, *, must: bool = False) -> PassChoice:
         """Choose whether layers stay on devices for such a batch, and which devices hold them; asked once per batch."""
         self.check_open()
-        return self.planning.choose_pass(work, local, must=must)
+        choice = self.planning.choose_pass(work, local, must=must)
+        if work.is_trained:
+            self._latest = choice
+            self._clock.planned(choice, self._waited_s())
+        return choice
 
     def step_ended(self) -> None:
         """Mark a step boundary: later plans may use devices that have joined since the last one."""
@@ -163,7 +179,16 @@ class Cluster:
             self.tell(events.Note(text=f"devices have no work: {reason}"))
             self._driver.tell_idle(reason)
         self._products_then = self._products
+        if self._clock.ended(self._waited_s()) is not None:
+            with self._lock:
+                tasks = sum(member.tasks for member in self.engine.roster.members.values())
+            self.planning.server_costs(self._handling.learn(self._waiting_cpu_s, tasks, sum(self._driver.traffic())))
         self.planning.step_ended()
+
+    def _waited_s(self) -> float:
+        """Seconds waited for devices, including a wait in progress."""
+        with self._waiting_lock:
+            return self._waiting_s + (time.perf_counter() - self._waiting_since if self._waiting else 0.0)
 
     def submit(
         self,
@@ -224,7 +249,7 @@ class Cluster:
         """Return a future's result; time in which at least one thread is in here counts as waiting."""
         with self._waiting_lock:
             if not self._waiting:
-                self._waiting_since = time.perf_counter()
+                self._waiting_since, self._cpu_since = time.perf_counter(), time.process_time()
             self._waiting += 1
         try:
             while not future.done():
@@ -236,6 +261,7 @@ class Cluster:
                 self._waiting -= 1
                 if not self._waiting:
                     self._waiting_s += time.perf_counter() - self._waiting_since
+                    self._waiting_cpu_s += time.process_time() - self._cpu_since
 
     def check_open(self) -> None:
         """Raise FleetGoneError if the fleet is closed."""
@@ -295,7 +321,8 @@ class Cluster:
             devices=tuple(DeviceStatus.of(member) for member in self.here()),
             grain=self._grain.grain if self._grain else None,
             grain_reason=self._grain.reason if self._grain else "",
-            predicted_s=self._grain.predicted_s if self._grain else None,
+            predicted_s=self._clock.predicted_s(self._latest) if self._latest is not None else None,
+            steps=tuple(self._clock.steps),
             down_bytes=totals.down_bytes,
             up_bytes=totals.up_bytes,
             products=totals.products,

@@ -30,6 +30,7 @@ from cleave.core.schedule.tasks import (
     Late,
     Orphan,
     Overdue,
+    PaceMeasured,
     Refuse,
     ResultArrived,
     Stalled,
@@ -311,6 +312,8 @@ class Engine:
         flops = task.flops * part.area / task.whole.area
         seen = arrived.seen.bounded(self.ledger.elapsed(device, id, self._now), flops)
         self.roster.observe(device, seen, task.effort)
+        if self.ledger.is_slower(device, member.pace):
+            self._decide(PaceMeasured(device, member.pace))
         if task.is_bound:
             self._credit(member, task, part)
             self._decide(ResultArrived(device, id, part), arrived.payload)

@@ -17,6 +17,7 @@ from typing import ParamSpec, TypeVar
 
 import numpy as np
 
+from cleave.core.cost.rates import Server
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.decoder import Decoder
 from cleave.core.model.gemms import Linear
@@ -30,7 +31,9 @@ from cleave.core.plan.choose import (
     choose_layer,
     choose_pass,
     plan_pass,
+    resident_seconds,
 )
+from cleave.core.plan.experience import OFF, Experience
 from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import Column, ResidentPlan, Stage
 from cleave.errors import InfeasibleError
@@ -40,6 +43,8 @@ _FEW_DEVICES = 12
 """Fleets up to this size are planned in milliseconds, in the calling thread."""
 _STALE_S = 10.0
 """Time after which work without steps, such as evaluation, adopts a changed fleet."""
+_RECONSIDERED_EVERY = 2
+"""Steps between two choices of a grain whose steps take far longer than predicted."""
 _MOST_REMEMBERED = 32
 """Batch lengths whose plans are cached."""
 _MOST_LAYERS = 1024
@@ -82,6 +87,10 @@ class Planning:
         self._standing: dict[PassWork, ResidentPlan] = {}
         """Latest plan per kind of work, newest last."""
         self._told = ""
+        self.experience = Experience()
+        self._steps = 0
+        self._reconsidered = 0
+        """The step at which the grain was last chosen."""
         self.kept = ""
         """Why work stayed on this server since the last step boundary; empty if none did."""
         self.latest: ResidentPlan | None = None
@@ -90,8 +99,14 @@ class Planning:
     def step_ended(self) -> None:
         """Mark a step boundary: adopt the current fleet."""
         with self._lock:
+            self._steps += 1
             self._adopt(self._fleet())
             self.kept = ""
+
+    def server_costs(self, server: Server) -> None:
+        """Use measured costs of the server from the next plan on."""
+        with self._lock:
+            self._setting = replace(self._setting, server=server)
 
     def share_cores(self, cores: float) -> None:
         """Limit how many devices compute at once, as those on this machine share its cores."""
@@ -120,12 +135,19 @@ class Planning:
             number, profiles = self._current()
             names = profiles.names if profiles is not None else ()
             known = self._passes.get((work, local, must))
-            if known is not None and known.names == names:  # rates fluctuate: only other devices change the grain
+            is_same = known is not None and known.names == names
+            if known is not None and is_same and not self._is_off(known):  # rates fluctuate: keep the grain
                 if known.number == number or profiles is None or not known.choice.is_resident:
                     return known.choice
-                choice = replace(known.choice, plan=self._place(work, profiles))
+                plan = self._place(work, profiles)
+                seconds = resident_seconds(plan, work, local, self._audited())
+                choice = replace(known.choice, plan=plan, resident_s=seconds)
             else:
-                choice = self._choose(work, profiles, local, must=must)
+                if not is_same:
+                    self.experience.forget()
+                self._reconsidered = self._steps
+                standing = known.choice.grain if known is not None and is_same else None
+                choice = self._choose(work, profiles, local, must=must, standing=standing)
                 if work.is_trained:
                     self._tell_once(choice, names)
             if len(self._passes) >= _MOST_REMEMBERED:
@@ -135,7 +157,14 @@ class Planning:
                 self._remember(work, choice.plan)
             return choice
 
-    def _choose(self, work: PassWork, profiles: Profiles | None, local: Local, *, must: bool) -> PassChoice:
+    def _is_off(self, known: _Chosen) -> bool:
+        """Whether steps take so much longer than predicted that the grain should be chosen anew, now and then."""
+        is_due = self._steps - self._reconsidered > _RECONSIDERED_EVERY
+        return is_due and known.choice.plan is not None and self.experience.factor(known.choice.grain) > OFF
+
+    def _choose(
+        self, work: PassWork, profiles: Profiles | None, local: Local, *, must: bool, standing: str | None
+    ) -> PassChoice:
         return self._call(
             profiles,
             choose_pass,
@@ -147,6 +176,8 @@ class Planning:
             previous=self._previous(work),
             arrange=self._arrange,
             audited=self._audited(),
+            factors={grain: self.experience.factor(grain) for grain in ("resident", "gemm", "server")},
+            standing=standing,
         )
 
     def plan_again(self, work: PassWork, unable: Collection[str], barred: Collection[str]) -> ResidentPlan:

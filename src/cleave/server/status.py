@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cleave.core.schedule.members import Member
+from cleave.server.step_clock import StepTime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,6 +20,8 @@ class DeviceStatus:
     up_bytes_per_s: float
     latency_s: float
     memory_bytes: int
+    task_s: float
+    """Fixed cost of a task."""
     tasks: int
     done_flops: float
     verified_flops: float
@@ -42,6 +45,7 @@ class DeviceStatus:
             up_bytes_per_s=up_bytes_per_s,
             latency_s=member.latency_s,
             memory_bytes=member.memory_bytes,
+            task_s=member.fixed.task_s,
             tasks=member.tasks,
             done_flops=member.done_flops,
             verified_flops=member.verified_flops,
@@ -62,7 +66,9 @@ class FleetStatus:
     """`resident`, `gemm` or `server`; None until a model is trained."""
     grain_reason: str
     predicted_s: float | None
-    """Predicted seconds of one batch, forward and backward."""
+    """Predicted seconds of the next step, if it has one batch."""
+    steps: tuple[StepTime, ...]
+    """The latest steps, oldest first: what was predicted of each, and what it took."""
     down_bytes: int
     up_bytes: int
     products: int

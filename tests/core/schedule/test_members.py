@@ -115,7 +115,11 @@ class RosterMachine(RuleBasedStateMachine):
         if profiles is None or name not in profiles.names:
             return False
         rows = zip(member.measured, self.then[name], (1.3, 1.3, 1.3, 3.0, 1.3, 3.0, 3.0), strict=True)
-        return any(now > far * then or then > far * now for now, then, far in rows)
+        least = (0.0, 0.0, 0.0, 0.0, 0.0, 5e-3, 0.0)
+        return any(
+            now > far * then + small or then > far * now + small
+            for (now, then, far), small in zip(rows, least, strict=True)
+        )
 
 
 TestRoster = RosterMachine.TestCase

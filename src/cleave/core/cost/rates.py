@@ -13,6 +13,7 @@ Real = Floats | float
 
 SERVER_DOWN_BYTES_PER_S, SERVER_UP_BYTES_PER_S = 2.7e9, 0.93e9
 """Measured for messages of 4 MB through uvicorn: 0.37 and 1.07 core-seconds per GB."""
+_CLEARLY = 1.5
 THIN_ROWS = 40
 """Rows that take as long to multiply as their weights take to read. Blocks of a Llama in numpy, hidden 512: 16 rows at
 a time ran at 20 GFLOP/s, 64 at 45, 256 at 60."""
@@ -45,11 +46,16 @@ class Pace(NamedTuple):
     down_bytes_per_s: float
     up_bytes_per_s: float
     latency_s: float
+    task_s: float = 0.0
+
+    def is_clearly_faster(self, other: Pace) -> bool:
+        pairs = zip(self[:3], other[:3], strict=True)
+        return any(ours > _CLEARLY * theirs for ours, theirs in pairs)
 
     def seconds(self, down_bytes: int, flops: float, up_bytes: int) -> float:
         """Seconds of one task by itself without overlap: the most it should take."""
         moving_s = down_bytes / self.down_bytes_per_s + up_bytes / self.up_bytes_per_s
-        return self.latency_s + moving_s + flops / self.flops_per_s
+        return self.latency_s + self.task_s + moving_s + flops / self.flops_per_s
 
 
 def handling_s(down_bytes: float, up_bytes: float) -> float:

@@ -24,6 +24,8 @@ from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import ResidentPlan, Stage
 from cleave.errors import InfeasibleError
 
+WORTH_CHANGING = 0.7
+"""Another grain must take less than this share of the standing one's time: models are off, and weights must be sent."""
 Arrange = Callable[..., ResidentPlan]
 """`plan_columns`, or another function that places shards."""
 
@@ -114,6 +116,7 @@ class PassChoice:
     """Which devices hold them; None if they must be resident and no device is connected yet."""
     reason: str
     resident_s: float = math.inf
+    """Seconds of the batch by the cost model; the same below."""
     gemm_s: float = math.inf
     local_s: float = math.inf
 
@@ -124,8 +127,8 @@ class PassChoice:
         return "server" if self.local_s < self.gemm_s else "gemm"
 
     @property
-    def predicted_s(self) -> float | None:
-        """Predicted seconds of the batch; None if nothing could be planned."""
+    def modeled_s(self) -> float | None:
+        """Seconds of the batch by the cost model; None if nothing could be planned."""
         best_s = self.resident_s if self.is_resident else min(self.gemm_s, self.local_s)
         return best_s if best_s < math.inf else None
 
@@ -140,29 +143,34 @@ def choose_pass(
     previous: ResidentPlan | None = None,
     arrange: Arrange = plan_columns,
     audited: Mapping[str, float] | None = None,
+    factors: Mapping[str, float] | None = None,
+    standing: str | None = None,
 ) -> PassChoice:
     """Keep layers resident on devices, or compute them product by product, whichever takes less time.
 
     With `must`, layers are resident wherever they fit. `previous` is kept unless another arrangement is clearly faster.
-    `audited` is the share of each device's work that this server recomputes, where it is not 0.
+    `audited` is the share of each device's work that this server recomputes, where it is not 0. `factors` say how far
+    each grain's steps were off their model lately; the `standing` grain is kept unless another is clearly faster.
     """
+    factors = factors or {}
     if profiles is None:
         return PassChoice(is_resident=must, plan=None, reason="no device is connected")
     try:
         plan = plan_pass(work, profiles, setting, previous=previous, arrange=arrange)
     except InfeasibleError as fault:
         return PassChoice(is_resident=False, plan=None, reason=f"no layers can be resident: {fault}")
-    resident_s = plan.step_s + handling_s(plan.down_bytes, plan.up_bytes)
-    if not work.is_trained:
-        resident_s /= 3 if plan.limit == "compute" else 2  # forward only, while the plan is for forward and backward
-    audits_s = _audited_flops(plan, work, audited or {}) / local.flops_per_s
-    resident_s += audits_s
+    audits_s = _audits_s(plan, work, local, audited or {})
+    resident_s = resident_seconds(plan, work, local, audited or {})
     gemm_s = gemms_s(work, profiles, setting) + work.attention_flops / local.flops_per_s
     local_s = work.flops / local.flops_per_s if local.may_compute else math.inf
+    expected_s = {
+        grain: seconds * factors.get(grain, 1.0) * (1.0 if grain != standing else WORTH_CHANGING)
+        for grain, seconds in (("resident", resident_s), ("gemm", gemm_s), ("server", local_s))
+    }
     best_s = min(gemm_s, local_s)
     limit = f"limit: {plan.limit}" + (f"; {audits_s:.3g} s of audits" if audits_s else "")
-    if not must and best_s < resident_s:
-        where = "product by product" if gemm_s < local_s else "on this server alone"
+    if not must and min(expected_s["gemm"], expected_s["server"]) < expected_s["resident"]:
+        where = "product by product" if gemm_s <= local_s else "on this server alone"
         reason = f"predicted {best_s:.3g} s a step {where}, {resident_s:.3g} s with resident layers ({limit})"
         return PassChoice(
             is_resident=False, plan=None, reason=reason, resident_s=resident_s, gemm_s=gemm_s, local_s=local_s
@@ -175,9 +183,18 @@ def choose_pass(
     return PassChoice(is_resident=True, plan=plan, reason=reason, resident_s=resident_s, gemm_s=gemm_s, local_s=local_s)
 
 
-def _audited_flops(plan: ResidentPlan, work: PassWork, audited: Mapping[str, float]) -> float:
-    """FLOPs that this server recomputes, on average, if the plan's devices do equal shares."""
-    return work.flops * sum(audited.get(device, 0.0) for device in plan.devices) / len(plan.devices)
+def resident_seconds(plan: ResidentPlan, work: PassWork, local: Local, audited: Mapping[str, float]) -> float:
+    """Seconds of a batch through resident layers, with the audits that this server does."""
+    plan_s = plan.step_s
+    if not work.is_trained:
+        plan_s /= 3 if plan.limit == "compute" else 2  # forward only, while the plan is for forward and backward
+    return plan_s + _audits_s(plan, work, local, audited)
+
+
+def _audits_s(plan: ResidentPlan, work: PassWork, local: Local, audited: Mapping[str, float]) -> float:
+    """Seconds in which this server recomputes, on average, if the plan's devices do equal shares."""
+    share = sum(audited.get(device, 0.0) for device in plan.devices) / len(plan.devices)
+    return work.flops * share / local.flops_per_s
 
 
 def plan_pass(

@@ -140,6 +140,11 @@ class Ledger:
             return 0.0
         return self._time(now) - max(min(entry.started for entry in queue.live), queue.returned_at)
 
+    def is_slower(self, device: DeviceId, pace: Pace) -> bool:
+        """Whether a measured pace is clearly slower than the one that a device's deadlines assume."""
+        queue = self._queues.get(device)
+        return queue is not None and queue.pace.is_clearly_faster(pace)
+
     def backlog_s(self, device: DeviceId, now: float) -> float:
         """Seconds until the device should be done with the tasks it runs."""
         queue = self._queues.get(device)
@@ -169,7 +174,7 @@ class Ledger:
                 return self._join(device, memory_bytes, pace)
             case PaceMeasured(device, pace):
                 if device in self._queues:
-                    self._queues[device].pace = pace
+                    self._queues[device].correct(pace)
                 return []
             case DeviceRemoved(device):
                 return self._leave(device)

@@ -36,7 +36,10 @@ _MAX_DROP = 4.0  # factor by which one measurement can lower a rate
 _MAX_SHARE = 32.0  # measurements larger than this many memories are scaled down: one lie must not drown all that follow
 _NEWCOMER_TIMES, _FIRST_FLOPS_PER_S = 4.0, 2.5e14
 """Most that is believed of a newcomer: a multiple of the fastest device at work, or of this if there is none."""
+_FIT_FADE, _FIT_LEAST, _FIT_SPREAD, _FIT_SHARE = 0.98, 8.0, 0.05, 0.9
+"""Weight of the past per result, results and spread of sizes that a fit needs, and most of a task that is fixed."""
 _MOST_STALLS = 3
+_LEAST_WORK = 0.1  # of a task's time that counts as work, whatever its fixed cost
 _CLEARED_BY = 100  # tasks that make good for one stall
 STAND_IN = "this server"
 """Name of the server's own device, which computes while no other is connected."""
@@ -74,6 +77,30 @@ class Rate:
     def halve(self) -> None:
         """Halve the expectation for a device that is late for an unknown reason; its next results correct the guess."""
         self._amount = max(self._amount / 2, self._minimum * self._seconds)
+
+
+class FixedCost:
+    """Seconds that a task takes whatever its size, from a line through what tasks of different sizes took.
+
+    Decaying sums of a least-squares fit of seconds over operations; 0 until sizes differ enough.
+    """
+
+    def __init__(self) -> None:
+        self._count = self._x = self._y = self._xx = self._xy = 0.0
+        self.task_s = 0.0
+
+    def add(self, operations: float, seconds: float) -> None:
+        if not (0 < operations < math.inf and 0 < seconds < math.inf):
+            return
+        for name, new in (("_count", 1.0), ("_x", operations), ("_y", seconds)):
+            setattr(self, name, getattr(self, name) * _FIT_FADE + new)
+        self._xx = self._xx * _FIT_FADE + operations * operations
+        self._xy = self._xy * _FIT_FADE + operations * seconds
+        spread = self._count * self._xx - self._x * self._x
+        if self._count < _FIT_LEAST or spread < _FIT_SPREAD * self._x * self._x:
+            return
+        fixed_s = (self._xx * self._y - self._x * self._xy) / spread
+        self.task_s = min(max(fixed_s, 0.0), _FIT_SHARE * self._y / self._count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,6 +145,7 @@ class Member:
     flops: Rate
     down: Rate
     up: Rate
+    fixed: FixedCost = field(default_factory=FixedCost)
     address: str = ""
     key: str | None = ""
     """Token of the run it joined with; None for the server's own device."""
@@ -185,7 +213,7 @@ class Member:
 
     @property
     def pace(self) -> Pace:
-        return Pace(*self.rates, self.latency_s)
+        return Pace(*self.rates, self.latency_s, self.fixed.task_s)
 
     @property
     def rates(self) -> tuple[float, float, float]:
@@ -194,7 +222,7 @@ class Member:
 
     @property
     def measured(self) -> Measured:
-        return Measured(*self.rates, self.latency_s, self.memory_bytes)
+        return Measured(*self.rates, self.latency_s, self.memory_bytes, self.fixed.task_s)
 
 
 _OUTLIVES = ("tasks", "done_flops", "verified_flops", "wrong", "compute_s", "down_bytes", "up_bytes")
@@ -303,7 +331,8 @@ class Roster:
     def observe(self, name: str, seen: Observation, effort: float) -> None:
         """Learn from work what the probe could only guess; operations count `effort` times."""
         member = self.members[name]
-        member.flops.add(seen.flops * effort, seen.compute_s)
+        member.fixed.add(seen.flops * effort, seen.compute_s)
+        member.flops.add(seen.flops * effort, max(seen.compute_s - member.fixed.task_s, seen.compute_s * _LEAST_WORK))
         member.down.add(seen.down_bytes, seen.down_s)
         member.up.add(seen.up_bytes, seen.up_s)
         member.up_bytes += seen.payload_bytes
@@ -327,10 +356,11 @@ class Roster:
         self._changed()
 
     def weaken(self, name: str) -> None:
-        """Halve the rates of a device that stalled."""
-        member = self.members[name]
-        for rate in (member.flops, member.down, member.up):
-            rate.halve()
+        """Halve the speed of a device that stalled for an unknown reason: its next results correct the guess.
+
+        Not the rates of its links: they may carry too little for a long time to correct anything.
+        """
+        self.members[name].flops.halve()
         self.measured(name)
 
     def end_stay(self, name: str, now: float, *, is_bad: bool) -> None:

@@ -34,6 +34,9 @@ class Measured(NamedTuple):
 assert Measured._fields == MEASURED
 _FAR = Measured(_MOVED, _MOVED, _MOVED, _LATENCY_MOVED, _MOVED, _LATENCY_MOVED, _LATENCY_MOVED)
 
+_SMALL = Measured(0.0, 0.0, 0.0, 0.0, 0.0, 5e-3, 0.0)
+"""Changes below these do not matter."""
+
 
 class ProfileTable:
     def __init__(self) -> None:
@@ -101,4 +104,7 @@ class ProfileTable:
         """
         row = self._rows[name]
         rows: tuple[list[float], list[float]] = (self._values[row].tolist(), self._shown[row].tolist())
-        return any(now > far * shown or shown > far * now for now, shown, far in zip(*rows, _FAR, strict=True))
+        return any(
+            now > far * shown + least or shown > far * now + least
+            for now, shown, far, least in zip(*rows, _FAR, _SMALL, strict=True)
+        )
