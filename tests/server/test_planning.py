@@ -87,7 +87,7 @@ def test_the_grain_predicted_to_be_faster_is_chosen_and_reported() -> None:
     assert fast.choose().is_resident
     (told,) = fast.told
     assert told.grain == "resident"
-    assert told.predicted_s == told.resident_s < told.gemm_s
+    assert told.modeled_s == told.resident_s < told.gemm_s
     assert "with gemms" in told.reason
 
 

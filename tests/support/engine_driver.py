@@ -62,11 +62,13 @@ class Device:
     up_until: float = 0.0
     cancelled: set[TaskId] = field(default_factory=lambda: set[TaskId]())
 
+    def compute_s(self, task: Task) -> float:
+        return self.pace.task_s + task.flops * task.effort / self.pace.flops_per_s
+
     def finish(self, task: Task, down_bytes: int, now: float) -> float:
         """Time at which the result of a task started now is back."""
         self.down_until = max(self.down_until, now) + down_bytes / self.pace.down_bytes_per_s
-        flops_s = task.flops * task.effort / self.pace.flops_per_s
-        self.busy_until = max(self.busy_until, self.down_until) + flops_s
+        self.busy_until = max(self.busy_until, self.down_until) + self.compute_s(task)
         self.up_until = max(self.up_until, self.busy_until) + task.up_bytes / self.pace.up_bytes_per_s
         return self.up_until + self.pace.latency_s
 
@@ -120,13 +122,14 @@ class VirtualDriver:
         """Whether nothing is left to happen."""
         return not self._heap
 
-    def join(self, name: str, device: Device) -> None:
+    def join(self, name: str, device: Device, *, claim: float = 1.0) -> None:
+        """Let a device join that claims to be `claim` times as fast as it is."""
         pace = device.pace
         member = self.engine.roster.add(
             name=name,
             kernel="virtual",
             memory_bytes=device.memory_bytes,
-            flops_per_s=pace.flops_per_s,
+            flops_per_s=pace.flops_per_s * claim,
             latency_s=pace.latency_s,
             down_bytes_per_s=pace.down_bytes_per_s,
             up_bytes_per_s=pace.up_bytes_per_s,
@@ -209,7 +212,7 @@ class VirtualDriver:
             self.post(TaskFailed(task.device, task.id))
             return
         back = device.finish(task, down_bytes, self.now)
-        compute_s = max(task.flops * task.effort / device.pace.flops_per_s, 1e-9)
+        compute_s = max(device.compute_s(task), 1e-9)
         seen = Observation(
             flops=task.flops,
             compute_s=compute_s,

@@ -13,6 +13,7 @@ from cleave.core.model.batch import Batch
 from cleave.core.model.decoder import Attention, Decoder, Head, Mlp, Norm, Parameter, View, Weight
 from cleave.core.model.gemms import Linear, Role
 from cleave.core.plan.choose import Local, PassWork, Setting, choose_layer, plan_pass
+from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.errors import InfeasibleError
 from cleave.protocol.numbers import NumpyCodec
 from cleave.server.contract import Run
@@ -58,12 +59,12 @@ class Fleet:
         self.driver.submit(run)
         return run
 
-    def resident(self, decoder: Decoder, batch: Batch[Tensor]) -> ResidentRun:
+    def resident(self, decoder: Decoder, batch: Batch[Tensor], plan: ResidentPlan | None = None) -> ResidentRun:
         engine = self.driver.engine
         run = ResidentRun(
             decoder,
             batch,
-            None,
+            plan,
             NoNumbers(),
             format="bf16",
             operands=self.operands,

@@ -129,6 +129,7 @@ class Cluster:
         )
         self._clock = StepClock(self.planning.experience)
         self._latest: PassChoice | None = None
+        self._local = _ELSEWHERE
         self._handling = Handling()
         self._checker, self._audit_totals = Checker(self._codec), AuditTotals()
         self._driver = Driver(
@@ -167,7 +168,7 @@ class Cluster:
         self.check_open()
         choice = self.planning.choose_pass(work, local, must=must)
         if work.is_trained:
-            self._latest = choice
+            self._latest, self._local = choice, local
             self._clock.planned(choice, self._waited_s())
         return choice
 
@@ -179,11 +180,16 @@ class Cluster:
             self.tell(events.Note(text=f"devices have no work: {reason}"))
             self._driver.tell_idle(reason)
         self._products_then = self._products
-        if self._clock.ended(self._waited_s()) is not None:
+        if self._clock.ended(self._waited_s(), self._remodeled_s) is not None:
             with self._lock:
                 tasks = sum(member.tasks for member in self.engine.roster.members.values())
             self.planning.server_costs(self._handling.learn(self._waiting_cpu_s, tasks, sum(self._driver.traffic())))
         self.planning.step_ended()
+
+    def _remodeled_s(self, choice: PassChoice) -> float | None:
+        with self._lock:
+            profiles = self.engine.roster.fresh_profiles()
+        return self.planning.modeled_s(choice, self._local, profiles)
 
     def _waited_s(self) -> float:
         """Seconds waited for devices, including a wait in progress."""

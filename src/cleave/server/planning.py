@@ -31,6 +31,7 @@ from cleave.core.plan.choose import (
     choose_layer,
     choose_pass,
     plan_pass,
+    replan_pass,
     resident_seconds,
 )
 from cleave.core.plan.experience import OFF, Experience
@@ -43,6 +44,8 @@ _FEW_DEVICES = 12
 """Fleets up to this size are planned in milliseconds, in the calling thread."""
 _STALE_S = 10.0
 """Time after which work without steps, such as evaluation, adopts a changed fleet."""
+_REMODELED_DEVICES = 128
+"""Fleets up to this size are modeled again after every step, with the rates that it taught."""
 _RECONSIDERED_EVERY = 2
 """Steps between two choices of a grain whose steps take far longer than predicted."""
 _MOST_REMEMBERED = 32
@@ -179,6 +182,15 @@ class Planning:
             factors={grain: self.experience.factor(grain) for grain in ("resident", "gemm", "server")},
             standing=standing,
         )
+
+    def modeled_s(self, choice: PassChoice, local: Local, profiles: Profiles | None) -> float | None:
+        """Seconds of a choice by the cost model, for other profiles; None where that cannot be told or takes long."""
+        with self._lock:
+            work = next((work for work, plan in self._standing.items() if plan is choice.plan), None)
+        if work is None or choice.plan is None or profiles is None or len(profiles) > _REMODELED_DEVICES:
+            return None
+        plan = replan_pass(work, profiles, self._setting, choice.plan)
+        return None if plan is None else resident_seconds(plan, work, local, self._audited())
 
     def plan_again(self, work: PassWork, unable: Collection[str], barred: Collection[str]) -> ResidentPlan:
         """Place layers on other devices than `unable` ones and, where possible, than `barred` ones, found wrong.

@@ -44,6 +44,7 @@ class _Open:
     waiting_s: float
     grain: str
     arrangement: Hashable
+    choice: PassChoice
     modeled_s: float = 0.0
     predicted_s: float = 0.0
 
@@ -74,12 +75,16 @@ class StepClock:
             return
         if self._open is None:
             arrangement = choice.plan.arrangement if choice.plan is not None else None
-            self._open = _Open(self._clock(), waiting_s, choice.grain, arrangement, predicted_s=self.own_s)
+            self._open = _Open(self._clock(), waiting_s, choice.grain, arrangement, choice, predicted_s=self.own_s)
         self._open.modeled_s += modeled_s
         self._open.predicted_s += modeled_s * self._experience.factor(choice.grain)
 
-    def ended(self, waiting_s: float) -> StepTime | None:
-        """End the current step, learn from it and return it; None if no pass was planned for it."""
+    def ended(self, waiting_s: float, remodel: Callable[[PassChoice], float | None]) -> StepTime | None:
+        """End the current step, learn from it and return it; None if no pass was planned for it.
+
+        `remodel` returns the time of a choice by the cost model as it is now, with the rates that the step taught:
+        only what those do not explain is experience.
+        """
         opened, self._open = self._open, None
         if opened is None:
             return None
@@ -94,6 +99,8 @@ class StepClock:
         )
         if self.steps:  # the first step also imports, allocates and compiles
             self._own_s.append(took_s - waited_s)
-        self._experience.add(opened.grain, opened.arrangement, waited_s, opened.modeled_s)
+        now_s, then_s = remodel(opened.choice), opened.choice.modeled_s
+        explained = now_s / then_s if now_s and then_s else 1.0
+        self._experience.add(opened.grain, opened.arrangement, waited_s, opened.modeled_s * explained)
         self.steps.append(step)
         return step

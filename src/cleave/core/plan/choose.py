@@ -20,7 +20,7 @@ from cleave.core.model.decoder import Attention, Decoder
 from cleave.core.model.gemms import Linear, decoder_attention_flops, decoder_linears
 from cleave.core.model.sublayers import sublayers
 from cleave.core.plan.gemm.layer import LinearPlan, plan_linear
-from cleave.core.plan.resident.small_fleet import plan_columns
+from cleave.core.plan.resident.small_fleet import judge_again, plan_columns
 from cleave.core.plan.resident.stages import ResidentPlan, Stage
 from cleave.errors import InfeasibleError
 
@@ -221,6 +221,23 @@ def plan_pass(
     )
 
 
+def replan_pass(work: PassWork, profiles: Profiles, setting: Setting, plan: ResidentPlan) -> ResidentPlan | None:
+    """The same arrangement with the time it takes on other profiles; None if a device is gone or too small."""
+    return judge_again(
+        profiles,
+        sublayers(work.decoder, is_trained=work.is_trained),
+        plan,
+        hidden=work.decoder.hidden,
+        sequences=work.sequences,
+        sequence=work.sequence,
+        wire=setting.wire,
+        wants_dx=work.wants_dx,
+        server=setting.server,
+        medium_bytes_per_s=setting.medium_bytes_per_s,
+        cores=setting.cores,
+    )
+
+
 def gemms_s(work: PassWork, profiles: Profiles, setting: Setting) -> float:
     """Seconds of a step computed product by product; infinite if the fleet cannot hold the blocks."""
     seconds: dict[Linear, float] = {}
@@ -234,7 +251,10 @@ def gemms_s(work: PassWork, profiles: Profiles, setting: Setting) -> float:
                     (down + up) / setting.medium_bytes_per_s,
                     float(linear.flops / profiles.flops_per_s.mean() / setting.cores),
                 )
-                seconds[linear] = planned_s + handling_s(down, up)
+                # a product is one task or more on each device; theirs run side by side, the server's in turn
+                roles, devices = len(linear.roles), len(profiles)
+                fixed_s = float(profiles.task_s.mean()) + devices * setting.server.task_s
+                seconds[linear] = planned_s + handling_s(down, up) + roles * fixed_s
             total_s += seconds[linear]
     except InfeasibleError:
         return math.inf

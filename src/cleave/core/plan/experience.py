@@ -36,9 +36,7 @@ class Experience:
         ratio = min(max(measured_s / modeled_s, _LEAST), _MOST)
         if known.arrangement != arrangement:
             known.arrangement = arrangement
-            if ratio < OFF:
-                return
-            known.ratios.clear()
+            return
         known.ratios.append(ratio)
 
     def factor(self, grain: str) -> float:

@@ -38,6 +38,7 @@ _NEWCOMER_TIMES, _FIRST_FLOPS_PER_S = 4.0, 2.5e14
 """Most that is believed of a newcomer: a multiple of the fastest device at work, or of this if there is none."""
 _FIT_FADE, _FIT_LEAST, _FIT_SPREAD, _FIT_SHARE = 0.98, 8.0, 0.05, 0.9
 """Weight of the past per result, results and spread of sizes that a fit needs, and most of a task that is fixed."""
+_USUAL_TASK_S = 2e-3
 _MOST_STALLS = 3
 _LEAST_WORK = 0.1  # of a task's time that counts as work, whatever its fixed cost
 _CLEARED_BY = 100  # tasks that make good for one stall
@@ -82,12 +83,12 @@ class Rate:
 class FixedCost:
     """Seconds that a task takes whatever its size, from a line through what tasks of different sizes took.
 
-    Decaying sums of a least-squares fit of seconds over operations; 0 until sizes differ enough.
+    Decaying sums of a least-squares fit of seconds over operations; the usual until sizes differ enough.
     """
 
     def __init__(self) -> None:
         self._count = self._x = self._y = self._xx = self._xy = 0.0
-        self.task_s = 0.0
+        self.task_s = _USUAL_TASK_S
 
     def add(self, operations: float, seconds: float) -> None:
         if not (0 < operations < math.inf and 0 < seconds < math.inf):
@@ -409,6 +410,10 @@ class Roster:
             self._snapshot = self._table.snapshot(without=self._late)
         return self._snapshot
 
+    def fresh_profiles(self) -> Profiles | None:
+        """The connected devices as measured up to now, late ones included; None if none is connected."""
+        return self.select(list(self.members)) if self.members else None
+
     def select(self, names: Sequence[str]) -> Profiles:
         """Profiles of some members, in this order."""
         members = [self.members[name] for name in names]
@@ -419,6 +424,7 @@ class Roster:
             up_bytes_per_s=np.array([member.up.value for member in members]),
             latency_s=np.array([member.latency_s for member in members]),
             memory_bytes=np.array([float(member.memory_bytes) for member in members]),
+            task_s=np.array([member.fixed.task_s for member in members]),
         )
 
     def _is_taken(self, name: str) -> bool:

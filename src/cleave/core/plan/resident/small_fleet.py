@@ -68,13 +68,9 @@ def plan_columns(
             f"expected sublayers, hidden numbers, sequences and chunks from 1 up, got {len(sublayers)} sublayers, "
             f"hidden {hidden}, {sequences} sequences of {sequence}, chunks {tuple(chunks)}; give a model and a batch"
         )
-    problem = Problem(
-        sums=sum_up(sublayers, hidden=hidden, sequence=sequence, terms=terms or live_terms(wire), wants_dx=wants_dx),
-        sequences=sequences,
-        profiles=profiles,
-        server=server or Server(),
-        medium_bytes_per_s=medium_bytes_per_s,
-        cores=cores,
+    terms = terms or live_terms(wire)
+    problem = _problem(
+        profiles, sublayers, hidden, sequences, sequence, terms, wants_dx, server, medium_bytes_per_s, cores
     )
     sizes = sorted({min(chunk, sequence) for chunk in chunks})
     standing = _again(problem, previous)
@@ -84,6 +80,50 @@ def plan_columns(
     if standing is not None and best.step_s > standing.step_s * _WORTH_MOVING:
         return standing
     return best
+
+
+def judge_again(
+    profiles: Profiles,
+    sublayers: Sequence[Sublayer],
+    plan: ResidentPlan,
+    *,
+    hidden: int,
+    sequences: int,
+    sequence: int,
+    wire: WireFormat,
+    wants_dx: bool = True,
+    server: Server | None = None,
+    medium_bytes_per_s: float = inf,
+    cores: float = inf,
+) -> ResidentPlan | None:
+    """The same arrangement with the time it takes on these profiles; None if a device is gone or too small."""
+    terms = live_terms(wire)
+    return _again(
+        _problem(profiles, sublayers, hidden, sequences, sequence, terms, wants_dx, server, medium_bytes_per_s, cores),
+        plan,
+    )
+
+
+def _problem(
+    profiles: Profiles,
+    sublayers: Sequence[Sublayer],
+    hidden: int,
+    sequences: int,
+    sequence: int,
+    terms: Terms,
+    wants_dx: bool,
+    server: Server | None,
+    medium_bytes_per_s: float,
+    cores: float,
+) -> Problem:
+    return Problem(
+        sums=sum_up(sublayers, hidden=hidden, sequence=sequence, terms=terms, wants_dx=wants_dx),
+        sequences=sequences,
+        profiles=profiles,
+        server=server or Server(),
+        medium_bytes_per_s=medium_bytes_per_s,
+        cores=cores,
+    )
 
 
 def _again(problem: Problem, previous: ResidentPlan | None) -> ResidentPlan | None:

@@ -1,0 +1,48 @@
+"""Devices that are far slower than they claim: the plan settles on what they can do, in virtual time."""
+
+from __future__ import annotations
+
+import pytest
+from tests.support.engine_driver import Device
+from tests.support.virtual_fleet import Fleet, batch_of, decoder
+
+from cleave.core.cost.rates import Pace
+from cleave.core.plan.choose import Local, PassWork, Setting
+from cleave.server.planning import Planning
+from cleave.server.step_clock import StepClock, StepTime
+
+DEVICES, STEPS = 12, 6
+
+
+def steps_of(claim: float) -> list[StepTime]:
+    """Train for a few steps on devices that claim to be `claim` times as fast as they are."""
+    fleet = Fleet([])
+    for number in range(DEVICES):
+        pace = Pace(2e9 * (1 + 0.2 * (number % 5)), 12.5e6, 2.5e6, 0.004, 0.012)
+        fleet.driver.join(f"d{number}", Device(pace, memory_bytes=1 << 30), claim=claim)
+    fleet.driver.run_until(lambda: fleet.driver.is_quiet)
+    model, roster = decoder(layers=4, hidden=256, inner=768, words=256), fleet.driver.engine.roster
+    planning = Planning(
+        Setting(wire="bf16"), fleet=lambda: (roster.number, roster.profiles()), tell=lambda choice: None
+    )
+    clock, work = StepClock(planning.experience, clock=lambda: fleet.driver.now), PassWork(model, 16, 128, True)
+    for _ in range(STEPS):
+        choice = planning.choose_pass(work, Local(), must=True)
+        clock.planned(choice, fleet.driver.now)
+        run = fleet.resident(model, batch_of(model, fleet.operands, sequences=16, sequence=128), choice.plan)
+        fleet.driver.run_until(run.returned.done)
+        clock.ended(fleet.driver.now, lambda choice: planning.modeled_s(choice, Local(), roster.fresh_profiles()))
+        planning.step_ended()
+    planning.close()
+    return list(clock.steps)
+
+
+def test_a_fleet_twenty_times_slower_than_it_claims_soon_works_as_if_it_had_told_the_truth() -> None:
+    honest, boastful = steps_of(1.0), steps_of(20.0)
+    assert boastful[0].ratio > 3, "its first step takes far longer than predicted"
+    assert min(step.seconds for step in boastful[4:]) < 1.5 * honest[-1].seconds
+
+
+@pytest.mark.parametrize("claim", [1.0, 20.0])
+def test_predictions_hold_once_rates_are_learned(claim: float) -> None:
+    assert [step.ratio for step in steps_of(claim)[4:]] == pytest.approx([1.0, 1.0], abs=0.15)
