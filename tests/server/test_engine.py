@@ -52,7 +52,7 @@ def test_a_resident_pass_on_a_thousand_devices_completes_despite_departures(depa
     fleet.driver.run_until(run.returned.done)
     assert run.outputs.exception() is None
     assert run.returned.exception() is None
-    assert len(fleet.driver.workers) > DEVICES // 2, "the work is spread"
+    assert len(fleet.driver.workers) > DEVICES // 4, "the work is spread"
     recovered = {event.device for event in fleet.driver.told if isinstance(event, Recovered)}
     assert bool(recovered) == bool(departures)
     fleet.assert_nothing_is_left()

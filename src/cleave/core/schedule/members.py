@@ -39,6 +39,7 @@ _NEWCOMER_TIMES, _FIRST_FLOPS_PER_S = 4.0, 2.5e14
 _FIT_FADE, _FIT_LEAST, _FIT_SPREAD, _FIT_SHARE = 0.98, 8.0, 0.05, 0.9
 """Weight of the past per result, results and spread of sizes that a fit needs, and most of a task that is fixed."""
 _USUAL_TASK_S = 2e-3
+_MOST_OPERATIONS, _MOST_TASK_S = 1e18, 1e5  # of a plausible task
 _MOST_STALLS = 3
 _LEAST_WORK = 0.1  # of a task's time that counts as work, whatever its fixed cost
 _CLEARED_BY = 100  # tasks that make good for one stall
@@ -91,7 +92,7 @@ class FixedCost:
         self.task_s = _USUAL_TASK_S
 
     def add(self, operations: float, seconds: float) -> None:
-        if not (0 < operations < math.inf and 0 < seconds < math.inf):
+        if not (0 < operations < _MOST_OPERATIONS and 0 < seconds < _MOST_TASK_S):
             return
         for name, new in (("_count", 1.0), ("_x", operations), ("_y", seconds)):
             setattr(self, name, getattr(self, name) * _FIT_FADE + new)
