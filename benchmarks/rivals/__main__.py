@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -34,15 +35,20 @@ SYSTEMS = ("torch", "hivemind", "torchft", "cleave")
 
 def main(words: list[str] | None = None) -> int:
     options = _parser().parse_args(words)
+    results: list[Result] = []
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    work = Work(model=options.model, lora=options.lora)
     try:
         profiles = read_fleet(options.fleet)
-        work = Work(model=options.model, lora=options.lora)
         with tempfile.TemporaryDirectory(prefix="cleave-rivals-") as scratch:
-            results = list(_rounds(profiles, work, options, Path(options.keep or scratch)))
+            for result in _rounds(profiles, work, options, Path(options.keep or scratch)):
+                results.append(result)  # noqa: PERF402  what there is must survive an interrupt
     except CleaveError as fault:
         print(f"error: {fault}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print("interrupted: the table has what was measured until now", file=sys.stderr)
+    if not results:
         return 130
     merged = best_of(merge(results))
     fleet = options.fleet.stem

@@ -50,7 +50,7 @@ class Peers:
                 "lighthouse": f"http://{testbed.address(SERVER)}:{_LIGHTHOUSE_PORT}",
                 "work": {"model": work.model, "lora": work.lora},
                 "up_bytes_per_s": ups[rank],
-                "timeout_s": limits.turn_s,
+                "timeout_s": limits.reduce_s,
                 "budget_s": limits.budget_s,
                 "steps": limits.steps,
                 "out": str(out),

@@ -143,6 +143,8 @@ class Limits:
     steps: int
     budget_s: float
     """Seconds of steps after which no further one starts."""
+    reduce_s: float = 600.0
+    """Seconds after which a rival gives up waiting for others."""
 
     @property
     def turn_s(self) -> float:
@@ -163,7 +165,7 @@ def torch_turn(
         "port": _MASTER_PORT,
         "work": {"model": work.model, "lora": work.lora},
         "variant": asdict(variant),
-        "timeout_s": limits.turn_s,
+        "timeout_s": limits.reduce_s,
         "budget_s": limits.budget_s,
         "steps": limits.steps,
         "out": str(out),
@@ -220,7 +222,20 @@ def server_command(given: dict[str, Any]) -> list[str]:
 def join_command(testbed: Testbed, name: str) -> list[str]:
     """The command that lends a device to it."""
     address = f"ws://{testbed.address(SERVER)}:{_PORT}"
-    return [sys.executable, "-m", "cleave", "join", address, "--name", name, "--threads", "1", "--quiet"]
+    return [
+        sys.executable,
+        "-m",
+        "cleave",
+        "join",
+        address,
+        "--name",
+        name,
+        "--threads",
+        "1",
+        "--wait",
+        "600",
+        "--quiet",
+    ]
 
 
 class Cleave:
