@@ -57,7 +57,7 @@ build/rivals/ready: constraints.txt
 
 # needs root and iproute2
 bench-rivals: .venv/ready build/rivals/ready
-	for mode in "" --lora; do $(BIN)/python -m benchmarks.rivals benchmarks/fleets/home4.csv $$mode || exit 1; echo; done
+	$(BIN)/python -m benchmarks.rivals benchmarks/fleets/home4.csv --modes full lora
 	$(BIN)/python -m benchmarks.recovery benchmarks/fleets/home4.csv --lora
 
 bench-trust: .venv/ready

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.rivals.peers import Peers, PeerSystem
-from benchmarks.rivals.turns import RIVALS_PYTHON, Forks, Limits, environment, join_command, server_command
+from benchmarks.rivals.shape import MODELS, Work
+from benchmarks.rivals.turns import RIVALS_PYTHON, Cleave, Forks, Limits, cleave_forks, environment, rival_forks
 from benchmarks.rivals.variants import Variant
-from benchmarks.rivals.work import MODELS, Work
 from benchmarks.testbed import SERVER, Testbed
 from benchmarks.testbed.bed import read_fleet
 
@@ -120,33 +120,14 @@ def _durations(ends: Sequence[float]) -> list[float]:
 
 
 def of_cleave(scene: Scene) -> Recovery:
-    said: list[float] = []
-    given = {
-        "address": scene.testbed.address(SERVER),
-        "port": 7077,
-        "devices": len(scene.testbed.devices),
-        "work": asdict(scene.work),
-        "steps": _BEFORE + _AFTER + 1,
-        "budget_s": 10 * scene.limit_s,
-        "grain": "auto",
-    }
-    with (scene.out / "cleave.log").open("ab") as log, (scene.out / "cleave.jsonl").open("wb") as lines:
-        server = scene.testbed.start(SERVER, server_command(given), env=environment(), stdout=lines, stderr=log)
-        for name in scene.testbed.devices:
-            scene.testbed.start(name, join_command(scene.testbed, name), env=environment(), stdout=log, stderr=log)
-
-        def ends() -> list[float]:
-            text = (scene.out / "cleave.jsonl").read_text(encoding="utf-8")
-            said[:] = [
-                json.loads(line)["ended_s"] for line in text.splitlines() if "ended_s" in line and line[-1] == "}"
-            ]
-            return list(said)
-
+    limits = Limits(steps=_BEFORE + _AFTER + 1, budget_s=10 * scene.limit_s)
+    with closing(cleave_forks(scene.out)) as forks:
+        ours = Cleave(forks, scene.testbed, scene.work, scene.out, limits, "auto")
+        server = ours.start()
         try:
-            return judge("Cleave", *kill_in_a_step(scene, ends))
+            return judge("Cleave", *kill_in_a_step(scene, lambda: [said["ended_s"] for said in ours.steps()]))
         finally:
-            server.kill()
-            _clear(scene)
+            ours.stop(server)
 
 
 def of_peers(scene: Scene, system: PeerSystem) -> Recovery:
@@ -255,7 +236,7 @@ def main(words: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="cleave-recovery-") as scratch:
             out = Path(options.keep or scratch)
             out.mkdir(parents=True, exist_ok=True)
-            with Testbed(profiles) as testbed, closing(Forks(out / "rivals.log")) as forks:
+            with Testbed(profiles) as testbed, closing(rival_forks(out)) as forks:
                 scene = Scene(
                     forks=forks,
                     testbed=testbed,

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.rivals FLEET.csv --model demo`: every rival and Cleave on one testbed; a table and raw numbers.
+"""`python -m benchmarks.rivals FLEET.csv`: every rival and Cleave on one testbed; a table and raw numbers.
 
 Systems take turns: each round runs every setting once, so that a slow minute of the machine affects all. Of each rival
 the best setting is kept, by the median over all its counted steps.
@@ -7,22 +7,25 @@ the best setting is kept, by the median over all its counted steps.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import closing
-from dataclasses import asdict
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import cast
 
 from benchmarks.rivals import peers
+from benchmarks.rivals.shape import MODELS, Work
 from benchmarks.rivals.table import best_of, markdown, merge
-from benchmarks.rivals.turns import Cleave, Forks, Limits, Result, torch_turn
+from benchmarks.rivals.turns import Cleave, Forks, Limits, Result, cleave_forks, rival_forks, torch_turn
 from benchmarks.rivals.variants import least_step_s, order_by_uplink, variants_of
-from benchmarks.rivals.work import MODELS, Work, sizes
 from benchmarks.testbed import Testbed
 from benchmarks.testbed.bed import read_fleet
 
@@ -30,49 +33,94 @@ from cleave.core.fleet.profiles import Profiles
 from cleave.errors import CleaveError
 
 PEER_SYSTEMS: tuple[peers.PeerSystem, ...] = ("hivemind", "torchft")
+MODES = ("full", "lora")
 SYSTEMS = ("torch", "hivemind", "torchft", "cleave")
 
 
 def main(words: list[str] | None = None) -> int:
     options = _parser().parse_args(words)
-    results: list[Result] = []
+    given = sys.argv[1:] if words is None else words
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    work = Work(model=options.model, lora=options.lora)
     try:
-        profiles = read_fleet(options.fleet)
-        with tempfile.TemporaryDirectory(prefix="cleave-rivals-") as scratch:
-            for result in _rounds(profiles, work, options, Path(options.keep or scratch)):
-                results.append(result)  # noqa: PERF402  what there is must survive an interrupt
+        fleets = {path.stem: read_fleet(path) for path in options.fleets}
+        with tempfile.TemporaryDirectory(prefix="cleave-rivals-") as scratch, ExitStack() as stack:
+            out = Path(options.keep or scratch)
+            out.mkdir(parents=True, exist_ok=True)
+            forks = stack.enter_context(closing(rival_forks(out)))
+            ours = stack.enter_context(closing(cleave_forks(out)))
+            for fleet, profiles in fleets.items():
+                with Testbed(profiles) as testbed:
+                    for model, mode in itertools.product(options.models, options.modes):
+                        cell = Cell(
+                            fleet=fleet,
+                            profiles=profiles,
+                            testbed=testbed,
+                            work=Work(model=model, lora=mode == "lora"),
+                            forks=forks,
+                            cleave_forks=ours,
+                            out=out,
+                        )
+                        if not _measure(cell, options, given):
+                            return 130
     except CleaveError as fault:
         print(f"error: {fault}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted: the table has what was measured until now", file=sys.stderr)
-    if not results:
         return 130
-    merged = best_of(merge(results))
-    fleet = options.fleet.stem
-    title = f"{fleet}, {work.model}, {'LoRA' if work.lora else 'full'}"
-    command = " ".join(["python -m benchmarks.rivals", *(sys.argv[1:] if words is None else words)])
-    text = markdown(title, command, merged, work, merge(results))
-    print(text)
-    if options.save is not None:
-        options.save.mkdir(parents=True, exist_ok=True)
-        stem = f"{datetime.now(UTC):%Y-%m-%d}-rivals-{fleet}-{work.model}-{'lora' if work.lora else 'full'}"
-        (options.save / f"{stem}.md").write_text(text, encoding="utf-8")
-        raw = {"command": command, "results": [asdict(each) for each in results]}
-        (options.save / f"{stem}.json").write_text(json.dumps(_rounded(raw), indent=0) + "\n", encoding="utf-8")
     return 0
 
 
-def _rounds(profiles: Profiles, work: Work, options: argparse.Namespace, out: Path) -> Iterator[Result]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """A fleet, a model, full or LoRA, and what it is measured with."""
+
+    fleet: str
+    profiles: Profiles
+    testbed: Testbed
+    work: Work
+    forks: Forks
+    cleave_forks: Forks
+    out: Path
+
+
+def _measure(cell: Cell, options: argparse.Namespace, given: list[str]) -> bool:
+    """Measure a cell, print its table and save it; return False if it was interrupted."""
+    results: list[Result] = []
+    until_s = time.monotonic() + options.cell_minutes * 60
+    complete = True
+    try:
+        for result in _rounds(cell, options):
+            steps = " ".join(f"{each:.2f}" for each in result.step_s)
+            print(f"{result.system}, {result.settings}: {result.error or steps}", file=sys.stderr, flush=True)
+            results.append(result)
+            if time.monotonic() > until_s:
+                print("this cell's time is up: the table has what was measured until now", file=sys.stderr)
+                break
+    except KeyboardInterrupt:
+        complete = False
+    every = merge(results)
+    mode = "lora" if cell.work.lora else "full"
+    command = " ".join(["python -m benchmarks.rivals", *given])
+    load = f"load average {os.getloadavg()[1]:.0f} on {os.cpu_count()} cores"
+    text = markdown(f"{cell.fleet}, {cell.work.model}, {mode}", command, best_of(every), load, every)
+    print(text, flush=True)
+    if options.save is not None and results:
+        options.save.mkdir(parents=True, exist_ok=True)
+        stem = f"{datetime.now(UTC):%Y-%m-%d}-rivals-{cell.fleet}-{cell.work.model}-{mode}"
+        (options.save / f"{stem}.md").write_text(text, encoding="utf-8")
+        raw = {"command": command, "results": [asdict(each) for each in results]}
+        (options.save / f"{stem}.json").write_text(json.dumps(_rounded(raw)) + "\n", encoding="utf-8")
+    return complete
+
+
+def _rounds(cell: Cell, options: argparse.Namespace) -> Iterator[Result]:
+    profiles, work, testbed = cell.profiles, cell.work, cell.testbed
     ups: list[float] = profiles.up_bytes_per_s.tolist()
     capacities: list[float] = profiles.medium_bytes_per_s.tolist()
     order = order_by_uplink(ups)
-    weights, trained = sizes(work)
     # Devices on one medium share it, and what two of them exchange takes it twice.
     shared = [
-        own if not name else min(own, most / len(ups) / 2)
+        min(own, most / len(ups) / 2) if name else own
         for own, name, most in zip(ups, profiles.medium, capacities, strict=True)
     ]
     by_rank = [shared[device] for device in order]
@@ -80,29 +128,20 @@ def _rounds(profiles: Profiles, work: Work, options: argparse.Namespace, out: Pa
     if options.only:
         variants = [each for each in variants if any(word in each.name for word in options.only)]
     names = [profiles.names[device] for device in order]
-    out.mkdir(parents=True, exist_ok=True)
     limits = Limits(steps=options.steps, budget_s=options.budget)
-    with Testbed(profiles) as testbed, closing(Forks(out / "rivals.log")) as forks:
-        ours = Cleave(testbed, work, out, limits, options.grain)
-        for number in range(options.rounds):
-            if "cleave" in options.systems:
-                yield _told(ours.turn())
-            for variant in variants if "torch" in options.systems else ():
-                least_s = least_step_s(variant, by_rank, 4.0 * trained, 4.0 * weights)
-                if least_s <= options.longest:
-                    yield _told(torch_turn(forks, testbed, names, work, variant, out, limits))
-                elif number == 0:
-                    hopeless = f"not run: its bytes take at least {least_s:.0f} s a step"
-                    yield _told(Result(system=variant.rival, settings=variant.settings, error=hopeless))
-            for system in PEER_SYSTEMS:
-                if system in options.systems:
-                    yield _told(peers.turn(system, forks, testbed, profiles, work, out, limits))
-
-
-def _told(result: Result) -> Result:
-    steps = " ".join(f"{each:.2f}" for each in result.step_s)
-    print(f"{result.system}, {result.settings}: {result.error or steps}", file=sys.stderr, flush=True)
-    return result
+    for number in range(options.rounds):
+        if "cleave" in options.systems:
+            yield Cleave(cell.cleave_forks, testbed, work, cell.out, limits, options.grain).turn()
+        for variant in variants if "torch" in options.systems else ():
+            least_s = least_step_s(variant, by_rank, 4.0 * work.trained, 4.0 * work.weights)
+            if least_s <= options.longest:
+                yield torch_turn(cell.forks, testbed, names, work, variant, cell.out, limits)
+            elif number == 0:
+                hopeless = f"not run: its bytes take at least {least_s:.0f} s a step"
+                yield Result(system=variant.rival, settings=variant.settings, error=hopeless)
+        for system in PEER_SYSTEMS:
+            if system in options.systems:
+                yield peers.turn(system, cell.forks, testbed, profiles, work, cell.out, limits)
 
 
 def _rounded(value: object) -> object:
@@ -121,9 +160,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.rivals",
         description="Run other systems and Cleave on a testbed, in turns, with the same model and batches.",
     )
-    parser.add_argument("fleet", type=Path, help="fleet CSV")
-    parser.add_argument("--model", choices=MODELS, default="demo", help="model to train (default: demo)")
-    parser.add_argument("--lora", action="store_true", help="train LoRA of rank 8 on q and v instead of all weights")
+    parser.add_argument("fleets", type=Path, nargs="+", metavar="fleet", help="fleet CSV")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["demo"], help="models to train (default: demo)")
+    parser.add_argument(
+        "--modes", nargs="+", choices=MODES, default=["full"], help="all weights, or LoRA of rank 8 on q and v"
+    )
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="systems to run (default: all)")
     parser.add_argument("--only", nargs="+", help="run only torch settings whose name contains one of these")
     parser.add_argument("--grain", choices=["auto", "gemm", "resident"], default="auto", help="grain of Cleave")
@@ -134,6 +175,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--longest", type=float, default=60.0, help="seconds a step above which a setting is not run (default: 60)"
+    )
+    parser.add_argument(
+        "--cell-minutes",
+        type=float,
+        default=60.0,
+        help="minutes after which a cell ends with what it has (default: 60)",
     )
     parser.add_argument("--save", type=Path, help="directory for the table and the raw numbers")
     parser.add_argument("--keep", type=Path, help="directory for logs (default: a temporary one)")

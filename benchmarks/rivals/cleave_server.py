@@ -1,31 +1,31 @@
 # pyright: standard
 """Cleave's side of the comparison: a server in its namespace that trains the same work on the devices that join.
 
-`python -m benchmarks.rivals.cleave_server JSON`. Prints a JSON line after every step, with the moment at which it
-ended, its loss, and what the planner predicted and believes about the devices' links.
+Forked by `forks.py`. Writes a JSON line after every step, with the moment at which it ended, its loss, and what the
+planner predicted and believes about the devices' links.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import sys
 import time
+from pathlib import Path
+from typing import Any
 
 import torch
-from benchmarks.rivals.work import Work, adamw, batch, build
+from benchmarks.rivals.shape import Work
+from benchmarks.rivals.work import adamw, batch, build
 
 import cleave
 
 
-def main() -> None:
-    given = json.loads(sys.argv[1])
+def main(given: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     with cleave.Fleet.serve(
         f"{given['address']}:{given['port']}", wire="bf16", offload="always", trust="own", alone_wait_s=60
     ) as fleet:
-        print(json.dumps({"listening": True}), flush=True)
-        fleet.wait(given["devices"], timeout_s=120)
+        fleet.wait(given["devices"], timeout_s=given["joining_s"])
         model = cleave.distribute(build(Work(**given["work"])), fleet, grain=given["grain"])
         optimizer = adamw(model)
         began_s = time.monotonic()
@@ -47,12 +47,9 @@ def main() -> None:
                 "links": {each.device: [each.down_bytes_per_s, each.up_bytes_per_s] for each in status.devices},
                 "flops_per_s": {each.device: each.flops_per_s for each in status.devices},
             }
-            print(json.dumps(said), flush=True)
+            with Path(given["out"], "cleave.jsonl").open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(said) + "\n")
             if ended_s - began_s > given["budget_s"] and number >= 3:
                 break
         time.sleep(1)  # let the other side look at the devices before they leave
     os._exit(0)
-
-
-if __name__ == "__main__":
-    main()

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from benchmarks.rivals.shape import Work
 from benchmarks.rivals.step_log import StepLog
-from benchmarks.rivals.work import Work, adamw, batch, build, loss_of
+from benchmarks.rivals.work import adamw, batch, build, loss_of
 
 
 def main(given: dict[str, Any]) -> None:

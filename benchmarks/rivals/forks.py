@@ -19,7 +19,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from benchmarks.rivals.work import Work, build
+from benchmarks.rivals.shape import Work
+from benchmarks.rivals.work import build
 
 _NETWORK_NAMESPACE = 0x40000000
 _HOST_NAMESPACE = 0x04000000

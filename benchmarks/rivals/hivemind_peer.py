@@ -16,8 +16,9 @@ from typing import Any
 
 import hivemind
 import torch
+from benchmarks.rivals.shape import SEQUENCES, Work
 from benchmarks.rivals.step_log import StepLog
-from benchmarks.rivals.work import SEQUENCES, Work, adamw, batch, build, loss_of
+from benchmarks.rivals.work import adamw, batch, build, loss_of
 from hivemind.compression import Float16Compression
 
 _STATE_EVERY = 8

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, Literal
 
+from benchmarks.rivals.shape import Work
 from benchmarks.rivals.turns import RIVALS_PYTHON, Forks, Limits, Result, environment, fill, wait_for_all
-from benchmarks.rivals.work import Work
 from benchmarks.testbed import SERVER, Testbed
 
 from cleave.core.fleet.profiles import Profiles

@@ -11,9 +11,10 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from benchmarks.rivals.shape import SEQUENCES, Work
 from benchmarks.rivals.stages import Stage
 from benchmarks.rivals.variants import Variant
-from benchmarks.rivals.work import SEQUENCES, Work, adamw, batch, build, loss_of
+from benchmarks.rivals.work import adamw, batch, build, loss_of
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 

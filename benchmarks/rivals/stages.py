@@ -6,7 +6,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from benchmarks.rivals.work import SEQUENCE, Work, build
+from benchmarks.rivals.shape import SEQUENCE, Work
+from benchmarks.rivals.work import build
 from torch import nn
 
 

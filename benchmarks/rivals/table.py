@@ -6,8 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.rivals.shape import TOKENS
 from benchmarks.rivals.turns import Result
-from benchmarks.rivals.work import TOKENS, Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,14 +61,14 @@ def best_of(merged: Sequence[Merged]) -> list[Merged]:
     return list(best.values())
 
 
-def markdown(title: str, command: str, merged: Sequence[Merged], work: Work, every: Sequence[Merged] = ()) -> str:
+def markdown(title: str, command: str, merged: Sequence[Merged], machine: str, every: Sequence[Merged] = ()) -> str:
     """Format one cell: a fleet, a model, full or LoRA."""
     ours = next((each for each in merged if each.system == "Cleave"), None)
     truth = next((each.losses for each in merged if each.system == "one device alone"), ())
     lines = [
         f"# {title}: {TOKENS:,} tokens a step",
         "",
-        f"`{command}`",
+        f"`{command}`; {machine}",
         "",
         "| | best setting | s a step, median | range | Cleave / it | MB up per device, most | MB down, most | "
         "CPU s, all devices | peak MB per device, most | loss differs by at most |",

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmarks.rivals.shape import Work
 from benchmarks.rivals.step_log import StepLog
-from benchmarks.rivals.work import Work, adamw, batch, build, loss_of
+from benchmarks.rivals.work import adamw, batch, build, loss_of
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torchft.ddp import DistributedDataParallel
 from torchft.manager import Manager

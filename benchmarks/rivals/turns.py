@@ -17,16 +17,18 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
+from benchmarks.rivals.shape import Work
 from benchmarks.rivals.variants import Variant
-from benchmarks.rivals.work import Work
 from benchmarks.testbed import SERVER, Testbed, TestbedError, removal
 
 ROOT: Final = Path(__file__).parents[2]
 RIVALS_PYTHON: Final = ROOT / "build" / "rivals" / "bin" / "python"
 _PORT: Final = 7077
 _MASTER_PORT: Final = 29500
+_LOOK_S: Final = 0.02
+_GONE_S: Final = 30.0
 _WARM_UP: Final = 2
 """Steps that are not counted: they send weights, open connections, warm caches and let planners learn."""
 _TICKS_PER_S: Final = os.sysconf("SC_CLK_TCK")
@@ -76,13 +78,12 @@ class Result:
 class Forks:
     """The process of the rivals' environment that forks ranks, peers and replicas."""
 
-    def __init__(self, log: Path) -> None:
-        if not RIVALS_PYTHON.exists():
-            raise TestbedError(f"the rivals are not installed: there is no {RIVALS_PYTHON}; run: make rivals")
-        modules = [f"benchmarks.rivals.{name}" for name in ("worker", "hivemind_peer", "torchft_replica")]
+    def __init__(self, log: Path, python: Path, *modules: str) -> None:
+        if not python.exists():
+            raise TestbedError(f"the rivals are not installed: there is no {python}; run: make rivals")
         with log.open("ab") as errors:
             self._process = subprocess.Popen(
-                [str(RIVALS_PYTHON), "-m", "benchmarks.rivals.forks", *modules],
+                [str(python), "-m", "benchmarks.rivals.forks", *(f"benchmarks.rivals.{name}" for name in modules)],
                 cwd=ROOT,
                 env=environment(),
                 stdin=subprocess.PIPE,
@@ -118,6 +119,16 @@ class Forks:
         self._process.stdin.close()
         self._process.wait()
         self._process.stdout.close()
+
+
+def rival_forks(out: Path) -> Forks:
+    """Start the process that forks rivals."""
+    return Forks(out / "rivals.log", RIVALS_PYTHON, "worker", "hivemind_peer", "torchft_replica")
+
+
+def cleave_forks(out: Path) -> Forks:
+    """Start the process that forks Cleave's servers."""
+    return Forks(out / "cleave.log", Path(sys.executable), "cleave_server")
 
 
 def wait_for_all(pids: Sequence[int], limit_s: float) -> bool:
@@ -214,96 +225,72 @@ def environment() -> dict[str, str]:
     }
 
 
-def server_command(given: dict[str, Any]) -> list[str]:
-    """The command of Cleave's side of the comparison."""
-    return [sys.executable, "-m", "benchmarks.rivals.cleave_server", json.dumps(given)]
-
-
-def join_command(testbed: Testbed, name: str) -> list[str]:
-    """The command that lends a device to it."""
-    address = f"ws://{testbed.address(SERVER)}:{_PORT}"
-    return [
-        sys.executable,
-        "-m",
-        "cleave",
-        "join",
-        address,
-        "--name",
-        name,
-        "--threads",
-        "1",
-        "--wait",
-        "600",
-        "--quiet",
-    ]
-
-
 class Cleave:
     """Cleave's server in the server's namespace, `cleave join` in every other."""
 
-    def __init__(self, testbed: Testbed, work: Work, out: Path, limits: Limits, grain: str) -> None:
-        self._testbed, self._out = testbed, out
+    def __init__(self, forks: Forks, testbed: Testbed, work: Work, out: Path, limits: Limits, grain: str) -> None:
+        self._forks, self._testbed, self._out, self._limits = forks, testbed, out, limits
+        self._steps = out / "cleave.jsonl"
         self._given = {
             "address": testbed.address(SERVER),
             "port": _PORT,
             "devices": len(testbed.devices),
-            "work": {"model": work.model, "lora": work.lora},
+            "work": asdict(work),
             "steps": limits.steps + _WARM_UP,
             "budget_s": limits.budget_s,
+            "joining_s": limits.turn_s,
             "grain": grain,
+            "out": str(out),
         }
+
+    def start(self) -> int:
+        """Start the server and every device; return the server's process id."""
+        self._steps.unlink(missing_ok=True)
+        server = self._forks.start(self._testbed, SERVER, "cleave_server", self._given)
+        command = [sys.executable, "-m", "cleave", "join", f"ws://{self._testbed.address(SERVER)}:{_PORT}"]
+        with (self._out / "devices.log").open("ab") as log:
+            for name in self._testbed.devices:
+                options = ["--name", name, "--threads", "1", "--wait", "600", "--quiet"]
+                self._testbed.start(name, [*command, *options], env=environment(), stdout=log, stderr=log)
+        return server
+
+    def steps(self) -> list[dict[str, Any]]:
+        """What the server has written so far."""
+        text = self._steps.read_text(encoding="utf-8") if self._steps.exists() else ""
+        return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+
+    def stop(self, server: int) -> None:
+        for place in (SERVER, *self._testbed.devices):
+            self._testbed.kill(place)
+        wait_for_all([server], _GONE_S)
 
     def turn(self) -> Result:
         """Train once, from joining on."""
         result = Result(system="Cleave", settings=f"grain {self._given['grain']}, bf16")
-        with (self._out / "cleave.log").open("ab") as log:
-            server = self._testbed.start(
-                SERVER,
-                server_command(self._given),
-                env=environment(),
-                stdout=subprocess.PIPE,
-                stderr=log,
-            )
-            assert server.stdout is not None
-            server.stdout.readline()  # it listens
-            devices = [
-                self._testbed.start(
-                    name,
-                    join_command(self._testbed, name),
-                    env=environment(),
-                    stdout=log,
-                    stderr=log,
-                )
-                for name in self._testbed.devices
-            ]
-            self._watch(result, server.stdout)
-            server.wait()
-            for device in devices:
-                device.kill()
-                device.wait()
+        server = self.start()
+        traffic, cpu_s, previous_s = self._testbed.traffic(), 0.0, 0.0
+        until_s = time.monotonic() + 2 * self._limits.turn_s
+        ended = False
+        while not ended and time.monotonic() < until_s:
+            ended = wait_for_all([server], _LOOK_S)
+            for said in self.steps()[len(result.step_s) :]:
+                result.step_s.append(said["ended_s"] - (previous_s or said["began_s"]))
+                previous_s = said["ended_s"]
+                result.losses.append(said["loss"])
+                result.predicted_s.append(said["predicted_s"])
+                result.links, result.grain = said["links"], said["grain"] or ""
+                after = self._testbed.traffic()
+                moved = [after[name] - traffic[name] for name in self._testbed.devices]
+                traffic = after
+                result.down_bytes.append([each.down_bytes for each in moved])
+                result.up_bytes.append([each.up_bytes for each in moved])
+                used_s, peaks = self._usage()
+                result.cpu_s.append(used_s - cpu_s + said["server_cpu_s"])
+                cpu_s, result.peak_memory_bytes = used_s, peaks
+        self.stop(server)
         if len(result.step_s) < 2:
-            result.error = result.error or f"ended with exit code {server.returncode}; read {self._out / 'cleave.log'}"
+            result.error = f"finished {len(result.step_s)} steps; read {self._out / 'cleave.log'}"
         return result
-
-    def _watch(self, result: Result, lines: IO[bytes]) -> None:
-        traffic, cpu_s = self._testbed.traffic(), 0.0
-        previous_s = 0.0
-        for line in lines:
-            said = json.loads(line)
-            result.step_s.append(said["ended_s"] - (previous_s or said["began_s"]))
-            previous_s = said["ended_s"]
-            result.losses.append(said["loss"])
-            result.predicted_s.append(said["predicted_s"])
-            result.links, result.grain = said["links"], said["grain"] or ""
-            after = self._testbed.traffic()
-            moved = [after[name] - traffic[name] for name in self._testbed.devices]
-            traffic = after
-            result.down_bytes.append([each.down_bytes for each in moved])
-            result.up_bytes.append([each.up_bytes for each in moved])
-            used_s, peaks = self._usage()
-            result.cpu_s.append(used_s - cpu_s + said["server_cpu_s"])
-            cpu_s = used_s
-            result.peak_memory_bytes = peaks
 
     def _usage(self) -> tuple[float, list[int]]:
         """CPU seconds of all devices together, and the peak of memory of each."""

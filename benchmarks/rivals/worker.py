@@ -19,9 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmarks.rivals.ranks import arrange
+from benchmarks.rivals.shape import Work
 from benchmarks.rivals.step_log import StepLog, link_bytes, memory_bytes
 from benchmarks.rivals.variants import Variant
-from benchmarks.rivals.work import Work, batch
+from benchmarks.rivals.work import batch
 
 _LEAST_STEPS = 2
 

@@ -10,11 +10,12 @@ import torch
 from benchmarks.recovery import judge
 from benchmarks.rivals.__main__ import main
 from benchmarks.rivals.ranks import Alone, plain_losses
+from benchmarks.rivals.shape import SEQUENCES, Work
 from benchmarks.rivals.stages import Stage, layer_runs
 from benchmarks.rivals.table import best_of, markdown, merge
 from benchmarks.rivals.turns import Result
 from benchmarks.rivals.variants import Variant, fastest, least_step_s, order_by_uplink, variants_of
-from benchmarks.rivals.work import SEQUENCES, Work, batch, build, loss_of, sizes
+from benchmarks.rivals.work import batch, build, loss_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,8 +77,16 @@ def test_the_demo_model_is_that_of_cleave_train_and_the_other_has_ten_times_its_
     assert {name: weight.shape for name, weight in ours.named_parameters()} == {
         name: weight.shape for name, weight in rivals.named_parameters()
     }
-    small, large = (sizes(Work(model=name, lora=False))[0] for name in ("demo", "demo10"))
+    small, large = (Work(model=name, lora=False).weights for name in ("demo", "demo10"))
     assert 9.5 < large / small < 10.5
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_weights_are_counted_without_building_them(lora: bool) -> None:
+    work = Work(model="demo", lora=lora)
+    weights = list(build(work).parameters())
+    assert work.weights == sum(weight.numel() for weight in weights)
+    assert work.trained == sum(weight.numel() for weight in weights if weight.requires_grad)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -142,7 +151,7 @@ def test_the_table_keeps_the_best_setting_and_says_who_wins() -> None:
     every = merge(results)
     best = best_of(every)
     assert [each.system for each in best] == ["Cleave", "one device alone", "torch GPipe", "torch DDP"]
-    text = markdown("home", "command", best, Work(model="demo", lora=False), every)
+    text = markdown("home", "command", best, "idle", every)
     assert "| torch GPipe | 2 stages | 2.50 | 2.00-3.00 | 1.60 | 0.50 | 2.00 |" in text
     assert "99 s a step" in text
     assert "| 3 | 6.00 | 2.00 | 3.00 |" in text
