@@ -156,13 +156,13 @@ def of_torchrun(scene: Scene) -> Recovery:
                 "rank": rank,
                 "work": asdict(scene.work),
                 "steps": _BEFORE + _AFTER + 1,
-                "timeout_s": scene.reduce_s,
+                "timeout_s": scene.limit_s,  # its agents stop all workers as soon as one has failed
                 "out": str(scene.out),
             }
             command: list[str | Path] = [
                 *(RIVALS_PYTHON, "-m", "torch.distributed.run", "--nnodes", f"{count - 1}:{count}"),
                 *("--nproc-per-node", "1", "--max-restarts", "5", "--rdzv-backend", "c10d", "--rdzv-id", "recovery"),
-                *("--rdzv-endpoint", f"{first}:29400", "--rdzv-conf", patience),
+                *("--rdzv-endpoint", f"{first}:29400", "--rdzv-conf", f"{patience},is_host={str(rank == 0).lower()}"),
                 *("--local-addr", scene.testbed.address(name)),
                 *("-m", "benchmarks.rivals.elastic_ddp", json.dumps(given)),
             ]
