@@ -19,7 +19,6 @@ from benchmarks.rivals.work import adamw, batch, build
 
 import cleave
 
-
 _LEAST_STEPS = 5
 
 
