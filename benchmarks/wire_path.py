@@ -266,6 +266,7 @@ class Path:
             rng.standard_normal((one.rows, one.cols), dtype=np.float32) for one in self._decoder.parameters
         ]
         self._kept = self._tensors()
+        self._arranged = {is_trained: self._plan(is_trained=is_trained) for is_trained in (False, True)}
 
     @classmethod
     @contextmanager
@@ -324,7 +325,7 @@ class Path:
     def _pass(self, operands: tuple[Tensor, ...], *, is_trained: bool) -> None:
         x = np.zeros((_TOKENS, _HIDDEN), dtype=np.float32)
         batch = Batch(x=x, sequences=1, sequence=_TOKENS, operands=operands, is_trained=is_trained, wants_dx=False)
-        running = self._cluster.run(self._decoder, batch, self._plan(is_trained=is_trained))
+        running = self._cluster.run(self._decoder, batch, self._arranged[is_trained])
         self._cluster.wait(running.outputs)
         if is_trained:
             self._cluster.wait(running.backward(x))

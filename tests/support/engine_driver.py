@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from cleave.core.schedule.ledger import TICK_S
@@ -86,6 +86,15 @@ class NoNumbers:
         return None
 
     def begin(self, *, takes_anything: bool) -> None:
+        pass
+
+    def leave_alone(self, tasks: Iterable[TaskId]) -> None:
+        pass
+
+    def share(self, task: TaskId) -> None:
+        pass
+
+    def clear(self, piece: object) -> None:
         pass
 
     def keep(self, item: object) -> None:

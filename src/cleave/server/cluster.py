@@ -207,10 +207,12 @@ class Cluster:
     ) -> Future[list[Matrix]]:
         """Start a product of staged tensors; its outputs are fp32. Without a plan it waits for a device."""
         product, format = Product(role, a, b), a[0].format
+        blocks, inner = plan.blocks[role] if plan is not None else (), (0, product.gemm.k)
+        has_sums = not blocks or any(block.inner != inner for block in blocks)
         run = GemmRun(
             product,
-            plan.blocks[role] if plan is not None else (),
-            self._results(product, format, self._checker),
+            blocks,
+            self._results(product, format, self._checker, has_sums=has_sums),
             priority=priority,
             format=format,
             operands=self._driver.operands,

@@ -70,36 +70,52 @@ class DeviceMemory:
 
     def missing(self, task: Task) -> tuple[Operand, ...]:
         """Operands that must be sent before the task can run."""
-        return tuple(operand for operand in task.operands if operand.id not in self and not operand.is_made)
+        held, absent = self._held, self._absent
+        return tuple(
+            operand
+            for operand in task.operands
+            if (operand.id not in held or operand.id in absent) and not operand.is_made
+        )
 
     def place(self, task: Task) -> tuple[OperandId, ...] | None:
         """Make room for a task and pin its operands; return those evicted. If it does not fit, change nothing: None."""
-        need = sum(operand.bytes for operand in task.operands if operand.id not in self._held) + task.result_bytes
-        evicted = self._make_room(need, {operand.id for operand in task.operands})
-        if evicted is None:
-            return None
+        held, pins, absent = self._held, self._pins, self._absent
+        need = task.result_bytes
+        for operand in task.operands:  # plain loops: a unit has a hundred operands, nearly all of them held
+            if operand.id not in held:
+                need += operand.bytes
+        evicted: tuple[OperandId, ...] | None = ()
+        if self.used_bytes + need > self.memory_bytes:
+            evicted = self._make_room(need, {operand.id for operand in task.operands})
+            if evicted is None:
+                return None
         self.used_bytes += need
         for operand in task.operands:
-            if operand.id not in self:
-                self._holders.add(operand.id, self._device)
-            self._held[operand.id] = operand.bytes
-            self._held.move_to_end(operand.id)
-            self._pins[operand.id] += 1
-            self._absent.discard(operand.id)
-            if operand.is_made:
-                self._made.add(operand.id)
+            id = operand.id
+            if id not in held or id in absent:
+                self._holders.add(id, self._device)
+                held[id] = operand.bytes
+                absent.discard(id)
+                if operand.is_made:
+                    self._made.add(id)
+            held.move_to_end(id)
+            pins[id] = pins.get(id, 0) + 1
         return evicted
 
     def unplace(self, task: Task) -> tuple[OperandId, ...]:
         """Unpin the operands of a finished task; return those the device must drop."""
         self.used_bytes -= task.result_bytes
+        pins, gone = self._pins, list[OperandId]()
         for operand in task.operands:
-            self._pins[operand.id] -= 1
-            if self._pins[operand.id] == 0:
-                del self._pins[operand.id]
-        loose = [operand.id for operand in task.operands if operand.id not in self._pins]
-        freed = tuple(operand for operand in loose if operand in self._released and operand not in self._absent)
-        self._drop(operand for operand in loose if operand in self._released or operand in self._absent)
+            id = operand.id
+            if pins[id] > 1:
+                pins[id] -= 1
+                continue
+            del pins[id]
+            if id in self._released or id in self._absent:
+                gone.append(id)
+        freed = tuple(operand for operand in gone if operand not in self._absent)
+        self._drop(gone)
         return freed
 
     def release(self, operands: Iterable[OperandId]) -> tuple[OperandId, ...]:

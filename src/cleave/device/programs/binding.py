@@ -6,7 +6,6 @@ knows neither when a task is due nor how anything is computed.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -57,12 +56,11 @@ def check_program(program: Forward | Backward) -> None:
         "expected a rotary table for an attention that is rotary, got none",
     )
     for part in attentions:
-        _require(
-            part.head_dim > 0
-            and not (part.is_rotary and part.head_dim % 2)
-            and (part.window is None or part.window > 0),
-            f"expected a head_dim and a window from 1 up, even if rotary, got {part.head_dim} and {part.window}",
-        )
+        is_odd = part.is_rotary and part.head_dim % 2
+        if part.head_dim <= 0 or is_odd or (part.window is not None and part.window <= 0):
+            raise ProtocolError(
+                f"expected a head_dim and a window from 1 up, even if rotary, got {part.head_dim} and {part.window}"
+            )
         _check_number("scale", part.scale, -_MAX_SCALE)
     for norm in _norms(program):
         _check_number("eps", norm.eps, 0.0)
@@ -83,7 +81,8 @@ def bind(program: Forward | Backward, store: OperandStore, kernel: Kernel) -> Bo
         operand = store.get(number)
         if operand is None or not operand.is_whole:
             return None
-        _require(not operand.is_accumulator, f"expected operand {number} to have been sent, but it is an accumulator")
+        if operand.is_accumulator:
+            raise ProtocolError(f"expected operand {number} to have been sent, but it is an accumulator")
         held[number] = operand
     shapes = {number: (operand.rows, operand.cols) for number, operand in held.items()}
     _check_shapes(program, shapes)
@@ -182,11 +181,11 @@ def _check_part(part: Part, shapes: dict[int, Shape], hidden: int) -> None:
             inner = _widths(shapes, part.up)[1]
             entering = (part.up,) if part.gate is None else (part.gate, part.up)
             fits = _widths(shapes, part.down) == (inner, hidden) and _widths(shapes, entering[0])[1] == inner
-    _require(
-        fits and all(_widths(shapes, weight)[0] == hidden for weight in entering),
-        f"the weights of an {type(part).__name__.lower()} do not fit each other and {hidden} columns of x; the server "
-        "is at fault",
-    )
+    if not fits or not all(_widths(shapes, weight)[0] == hidden for weight in entering):
+        raise ProtocolError(
+            f"the weights of an {type(part).__name__.lower()} do not fit each other and {hidden} columns of x; the "
+            "server is at fault"
+        )
 
 
 def _check_head(head: Head, shapes: dict[int, Shape], hidden: int) -> None:
@@ -215,17 +214,15 @@ def _widths(shapes: dict[int, Shape], weight: Weight) -> Shape:
 
 
 def _check_shape(label: str, found: Shape, expected: Shape) -> None:
-    _require(
-        found == expected,
-        f"expected {label} of {expected[0]} x {expected[1]}, got {found[0]} x {found[1]}; send another",
-    )
+    if found != expected:  # not _require: wording a message takes longer than the check
+        raise ProtocolError(
+            f"expected {label} of {expected[0]} x {expected[1]}, got {found[0]} x {found[1]}; send another"
+        )
 
 
 def _check_number(label: str, number: float, minimum: float) -> None:
-    _require(
-        math.isfinite(number) and minimum <= number <= _MAX_SCALE,
-        f"expected a {label} from {minimum:g} to {_MAX_SCALE:g}, got {number}",
-    )
+    if not minimum <= number <= _MAX_SCALE:  # nor is NaN
+        raise ProtocolError(f"expected a {label} from {minimum:g} to {_MAX_SCALE:g}, got {number}")
 
 
 def _require(holds: bool, message: str) -> None:

@@ -1,6 +1,8 @@
 """The numbers of one product: results are decoded, checked by projection and written or added into its outputs.
 
-Called off the loop, from several threads. What checks need of the operands is kept while the product is in progress:
+Called off the loop, from several threads. Results of tasks that have their part of the output to themselves are decoded
+where they belong, before they are checked: what a wrong one leaves there is overwritten by whoever computes it again.
+What checks need of the operands is kept while the product is in progress:
 one random vector per range of output columns, never sent to anyone; the projection of each slice of b, shared by all
 devices that multiply with it; the rows of each slice of a. Operands are rounded for the wire, as devices see them.
 """
@@ -10,7 +12,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar, cast
 
@@ -18,7 +20,7 @@ import numpy as np
 
 from cleave.core.cost.wire import WireFormat
 from cleave.core.schedule.rectangles import Rectangle
-from cleave.core.schedule.tasks import Task
+from cleave.core.schedule.tasks import Task, TaskId
 from cleave.core.verify import products as verify
 from cleave.errors import ProtocolError, WrongResult
 from cleave.protocol.frames import Buffer
@@ -72,19 +74,50 @@ class Checker:
 
 
 class GemmResults:
-    def __init__(self, product: Product, format: WireFormat, checker: Checker) -> None:
+    def __init__(self, product: Product, format: WireFormat, checker: Checker, *, has_sums: bool = True) -> None:
+        """With `has_sums` the outputs begin at zero, for pieces that are added up."""
         self._product, self._checker = product, checker
         self._layout = LAYOUTS[product.role]
         self._format: WireFormat = format
-        self.outputs = [np.zeros(shape, dtype=np.float32) for shape in product.outputs]
+        start = np.zeros if has_sums else np.empty
+        self.outputs: list[Matrix] = [start(shape, dtype=np.float32) for shape in product.outputs]
+        self._alone: set[TaskId] = set()
+        """Tasks whose part of the output nobody else writes."""
+        self._placing = 0
+        """Results of such tasks being decoded into the output."""
+        self._placed = threading.Condition()
         self._adding = threading.Lock()
         self._finding = threading.Lock()
         self._evidence: dict[Hashable, tuple[threading.Lock, list[object]]] = {}
 
+    # -------------------------------------------------------------------------------------------- the loop
+
+    def leave_alone(self, tasks: Iterable[TaskId]) -> None:
+        """Let tasks have their part of the output to themselves."""
+        if self._format != "fp32":  # which is not decoded
+            self._alone.update(tasks)
+
+    def share(self, task: TaskId) -> None:
+        """Let others compute what this task does, too, or instead."""
+        with self._placed:
+            self._alone.discard(task)
+
+    def clear(self, piece: Piece) -> None:
+        """Set a part of the output to zero before pieces of a sum are added; its tasks so far are shared."""
+        with self._placed:
+            self._placed.wait_for(lambda: not self._placing)
+        self._region(piece)[...] = 0
+
+    # -------------------------------------------------------------------------------------------- any thread
+
     def keep(self, item: object) -> None:
         fresh = cast("Fresh", item)
-        piece = fresh.piece
-        out = self.outputs[piece.output][slice(*piece.rows), slice(*piece.cols)]
+        piece, out = fresh.piece, self._region(fresh.piece)
+        if np.may_share_memory(fresh.values, out):
+            return  # decoded where it belongs
+        if not piece.is_partial:  # a task that shares this part may still be decoding into it
+            with self._placed:
+                self._placed.wait_for(lambda: not self._placing)
         for accepted in fresh.accepted:
             target = out[accepted.top : accepted.bottom, accepted.left : accepted.right]
             inside = accepted.moved(-fresh.part.top, -fresh.part.left)
@@ -108,7 +141,7 @@ class GemmResults:
                 raise ProtocolError(
                     f"expected columns between multiples of {CHECKED_COLUMNS}, got {part.left}-{part.right}"
                 )
-            values = self.decoded(payload, part)
+            values = self._decoded_in_place(task, piece, payload, part)
             rows = slice(part.top, part.bottom)
             terms = [(self._rows(a).take(rows), self._seen(piece, b)) for a, b in piece.terms]
 
@@ -126,6 +159,25 @@ class GemmResults:
             return values
         finally:
             self._checker.spend(time.thread_time() - started)
+
+    def _region(self, piece: Piece) -> Matrix:
+        return self.outputs[piece.output][slice(*piece.rows), slice(*piece.cols)]
+
+    def _decoded_in_place(self, task: Task, piece: Piece, payload: object, part: Rectangle) -> Matrix:
+        """Decode a rectangle into the output if its task has that to itself, else into memory of its own."""
+        with self._placed:
+            is_alone = task.id in self._alone
+            self._placing += is_alone
+        if not is_alone:
+            return self.decoded(payload, part)
+        try:
+            values = self._region(piece)[part.top : part.bottom, part.left : part.right]
+            self._checker.codec.decode_into(cast("Buffer", payload), self._format, values)
+            return values
+        finally:
+            with self._placed:
+                self._placing -= 1
+                self._placed.notify_all()
 
     def decoded(self, payload: object, part: Rectangle) -> Matrix:
         """Decode a rectangle without checking it."""

@@ -94,7 +94,7 @@ class GemmRun:
 
     def begin(self, now: float) -> Requests:
         if self._blocks:
-            yield from self._cut(self._blocks, None)
+            yield from self._cut(self._blocks, None, is_first=True)
         else:
             gemm = self._product.gemm
             yield from self._place(Extent((0, gemm.m), (0, gemm.n), (0, gemm.k)), None, now)
@@ -117,6 +117,7 @@ class GemmRun:
         """Reassign what is left of tasks; a loss of `device` is tracked until it is recovered."""
         loss = _Loss(device, now) if device is not None else None
         for orphan in orphans:
+            self.results.share(orphan.task.id)
             work = _work(orphan.task)
             own = work.loss or loss
             if own is not None:
@@ -131,6 +132,7 @@ class GemmRun:
 
     def hedged(self, hedges: Sequence[Hedge], now: float) -> Requests:
         for hedge in hedges:
+            self.results.share(hedge.task.id)
             work = _work(hedge.task)
             for missing in hedge.missing:
                 extent = self._extent(work, missing)
@@ -202,13 +204,17 @@ class GemmRun:
             ),
         )
 
-    def _cut(self, blocks: Iterable[Block], loss: _Loss | None, of: Task | None = None) -> Requests:
-        """Turn blocks into tasks: new regions, or hedges of a task's region."""
+    def _cut(
+        self, blocks: Iterable[Block], loss: _Loss | None, of: Task | None = None, *, is_first: bool = False
+    ) -> Requests:
+        """Turn blocks into tasks: new regions, or hedges of a task's region. The first ones tile the product."""
         tasks = tuple(
             self._task(piece, block.device, loss, of)
             for block in blocks
             for piece in self._product.pieces(block.extent)
         )
+        if is_first:
+            self.results.leave_alone(task.id for task in tasks if not _work(task).piece.is_partial)
         if of is None:
             self._open += len(tasks)
             if loss is not None:
@@ -254,6 +260,9 @@ class GemmRun:
                 loss.open += 1
             yield Park(self, str(fault))
             return
+        if extent.inner == (0, self._product.gemm.k) and any(part.inner != extent.inner for part in parts):
+            for piece in self._product.pieces(extent):
+                self.results.clear(piece)
         yield from self._cut(parts, loss)
 
     def _planned(self, extent: Extent, now: float) -> list[Block]:

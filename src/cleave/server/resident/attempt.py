@@ -247,7 +247,7 @@ class Attempt:
             yield Keep(self._run, self._unit_result(ready))
 
     def _unit_result(self, work: UnitWork) -> UnitResult:
-        unit = work.unit
+        unit, case = work.unit, self._case(work.unit.seat.account)
         return UnitResult(
             unit=unit,
             stage=self._pipeline.stage_of(unit.seat.shard),
@@ -255,10 +255,10 @@ class Attempt:
             cols=work.cols,
             parts=tuple(work.parts),
             message=work.message,
-            read=tuple(operand.id for operand in self._tasks.read_by(unit)),
+            read=() if case is None else tuple(operand.id for operand in self._tasks.read_by(unit)),
             is_wanted=not unit.is_silent and (unit.direction == "forward" or self._tasks.wants_dx(unit.seat.shard)),
             activations=self.activations,
-            case=self._case(unit.seat.account),
+            case=case,
         )
 
     def _unit_kept(self, unit: Unit, now: float) -> Requests:

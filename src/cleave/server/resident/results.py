@@ -17,7 +17,7 @@ from cleave.core.cost.wire import WireFormat
 from cleave.core.model.decoder import Decoder, View
 from cleave.core.schedule.accounts import Account
 from cleave.core.schedule.pipeline import Unit
-from cleave.core.schedule.rectangles import Rectangle
+from cleave.core.schedule.rectangles import Rectangle, within, without
 from cleave.core.schedule.tasks import OperandId, Task
 from cleave.core.verify.recompute import is_plausible
 from cleave.errors import WrongResult
@@ -41,7 +41,7 @@ class UnitResult:
     parts: tuple[tuple[Rectangle, object], ...]
     message: messages.RunTask
     read: tuple[OperandId, ...]
-    """Operands it read besides weights."""
+    """Operands it read besides weights, if it is audited."""
     is_wanted: bool
     """Whether it carries numbers, not only that the unit is done."""
     activations: Activations
@@ -62,6 +62,45 @@ class GradientPart:
     case: AuditCase | None
 
 
+class GradientSum:
+    """A sum of rectangles. What comes first is copied, so that no pass over memory is spent on zeros."""
+
+    def __init__(self, rows: int, cols: int) -> None:
+        self._whole = Rectangle(0, rows, 0, cols)
+        self._values: Matrix = np.empty((rows, cols), dtype=np.float32)
+        self._written: list[Rectangle] = []
+        """Disjoint parts that hold numbers."""
+
+    def add(self, part: Rectangle, values: Matrix) -> None:
+        for known in within(self._written, part):
+            self._at(known)[...] += _cut(values, part, known)
+        for gap in self._gaps(part):
+            self._at(gap)[...] = _cut(values, part, gap)
+            self._written.append(gap)
+
+    def complete(self) -> Matrix:
+        """Return the sum so far."""
+        for gap in self._gaps(self._whole):
+            self._at(gap)[...] = 0.0
+        self._written = [self._whole]
+        return self._values
+
+    def _gaps(self, part: Rectangle) -> list[Rectangle]:
+        gaps = [part]
+        for known in self._written:
+            gaps = without(gaps, known)
+        return gaps
+
+    def _at(self, part: Rectangle) -> Matrix:
+        return self._values[part.top : part.bottom, part.left : part.right]
+
+
+def _cut(values: Matrix, frame: Rectangle, part: Rectangle) -> Matrix:
+    """Return a part of values that fill a frame."""
+    inside = part.moved(-frame.top, -frame.left)
+    return values[inside.top : inside.bottom, inside.left : inside.right]
+
+
 class ResidentResults:
     def __init__(
         self, decoder: Decoder, codec: Codec, operands: Operands, replay: Replay | None, totals: AuditTotals
@@ -74,7 +113,7 @@ class ResidentResults:
             totals,
         )
         self._adding = threading.Lock()
-        self._gradients: dict[int, Matrix] = {}
+        self._gradients: dict[int, GradientSum] = {}
         self.takes_anything = False
         """Store implausible numbers too, as everything is audited."""
         self.is_plausible = True
@@ -89,14 +128,20 @@ class ResidentResults:
         self._gradients = {}
 
     def gradient(self, parameter: int) -> Matrix | None:
-        """Return the gradient of a parameter; None if it is not trained."""
+        """Return the gradient of a parameter, zero where nothing arrived; None if it is not trained."""
         shape = self._decoder.parameters[parameter]
         if not shape.is_trained:
             return None
         with self._adding:
-            if parameter not in self._gradients:
-                self._gradients[parameter] = np.zeros((shape.rows, shape.cols), dtype=np.float32)
-            return self._gradients[parameter]
+            return self._sum(parameter).complete()
+
+    def _sum(self, parameter: int) -> GradientSum:
+        found = self._gradients.get(parameter)
+        if found is None:
+            shape = self._decoder.parameters[parameter]
+            assert shape.is_trained, "only trained parameters are read"
+            found = self._gradients[parameter] = GradientSum(shape.rows, shape.cols)
+        return found
 
     def check(self, task: Task, part: Rectangle, payload: object, *, is_strict: bool) -> object:
         raise AssertionError("what a fused unit computes cannot be checked by projection, only audited")
@@ -138,19 +183,18 @@ class ResidentResults:
 
     def _keep_gradient(self, result: GradientPart) -> None:
         part, view = result.part, result.view
-        values = np.empty((part.rows, part.cols), dtype=np.float32)
-        self._decode(result.payload, result.message.format, part, values)
+        if result.message.format == "fp32":
+            values = np.frombuffer(cast("Buffer", result.payload), dtype="<f4").reshape(part.rows, part.cols)
+        else:
+            values = np.empty((part.rows, part.cols), dtype=np.float32)
+            self._decode(result.payload, result.message.format, part, values)
         self._inspect(values)
         if result.case is not None:
             result.case.keep_gradient(result.index, result.message, part, values)
-        whole = self.gradient(view.parameter)
-        assert whole is not None, "only trained parameters are read"
-        target = whole[slice(*view.rows), slice(*view.cols)]
         with self._adding:
+            total = self._sum(view.parameter)
             for wanted in result.wanted:
-                inside = wanted.moved(-part.top, -part.left)
-                added = values[inside.top : inside.bottom, inside.left : inside.right]
-                target[wanted.top : wanted.bottom, wanted.left : wanted.right] += added
+                total.add(wanted.moved(view.rows[0], view.cols[0]), _cut(values, part, wanted))
 
     def _inspect(self, values: Matrix) -> None:
         """Refuse numbers that no model in training has, unless they will be audited."""
