@@ -145,6 +145,8 @@ class StepDone(Event, frozen=True, kw_only=True):
     gradient_norm: float
     tokens: int
     seconds: float
+    predicted_s: float | None = None
+    """What was predicted of the step just before it."""
     waiting_s: float
     """Part of `seconds` in which the training loop waited for devices."""
     checking_s: float = 0.0

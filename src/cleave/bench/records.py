@@ -43,9 +43,9 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag_field="message", tag="
     """Counted from 1."""
     seconds: float
     batch_s: float
-    """Forward and backward; the rest of `seconds` is the optimizer's."""
+    """From the first pass to the end of the optimizer, as the server clocked it; for plain torch forward and backward."""
     predicted_s: float | None
-    """What the plan of this step said that `batch_s` would be."""
+    """What was predicted of `batch_s` just before the step."""
     loss: float
     down_bytes: int
     up_bytes: int

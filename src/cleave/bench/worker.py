@@ -120,8 +120,8 @@ def _over_fleet(job: Job, say: _Messages) -> None:
                 Step(
                     number=step.number,
                     seconds=step.seconds,
-                    batch_s=step.batch_s,
-                    predicted_s=_predicted_s(fleet),
+                    batch_s=now.steps[-1].seconds if now.steps else step.batch_s,
+                    predicted_s=now.steps[-1].predicted_s if now.steps else None,
                     loss=step.loss,
                     down_bytes=now.down_bytes - status.down_bytes,
                     up_bytes=now.up_bytes - status.up_bytes,
@@ -157,12 +157,6 @@ class _Heard:
         self.counted[str(event.__struct_config__.tag)] += 1
         if isinstance(event, events.GrainChosen):
             self.choices.append(f"{event.grain}: {event.reason}")
-
-
-def _predicted_s(fleet: Fleet) -> float | None:
-    """Return what the plan of the last pass said; it may have changed since its grain was chosen."""
-    status, plan = fleet.status(), fleet.cluster.planning.latest
-    return plan.step_s if status.grain == "resident" and plan is not None else status.predicted_s
 
 
 def _plan_in_words(fleet: Fleet) -> str:

@@ -130,6 +130,7 @@ class TrainingRun:
             up_bytes=totals.up_bytes,
             waiting_s=totals.waiting_s,
             checking_s=totals.checking_s,
+            predicted_s=totals.predicted_s,
         )
 
     def watching(self) -> AbstractContextManager[Vouching]:

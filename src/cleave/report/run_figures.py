@@ -77,6 +77,9 @@ class RunFigures:
 
     @property
     def predicted_step_s(self) -> float | None:
+        """What was predicted of the latest step, or at first when the grain was chosen."""
+        if self.recent and self.recent[-1].predicted_s is not None:
+            return self.recent[-1].predicted_s
         if self.grain is None or self.grain.predicted_s is None:
             return None
         return self.grain.predicted_s * (self.started.passes_per_step if self.started else 1)

@@ -80,6 +80,8 @@ class Totals:
     products: int
     audited_units: int
     wrong_audits: int
+    predicted_s: float | None
+    """What was predicted of the last step."""
 
 
 class Cluster:
@@ -349,6 +351,7 @@ class Cluster:
             products=self._products,
             audited_units=self._audit_totals.units,
             wrong_audits=self._audit_totals.wrong,
+            predicted_s=self._clock.steps[-1].predicted_s if self._clock.steps else None,
         )
 
     def _snapshot(self) -> Snapshot:

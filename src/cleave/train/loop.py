@@ -58,6 +58,8 @@ class Traffic:
     up_bytes: int = 0
     waiting_s: float = 0.0
     checking_s: float = 0.0
+    predicted_s: float | None = None
+    """What was predicted of the last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,6 +315,7 @@ class _Trainer:
                     gradient_norm=norm,
                     tokens=config.tokens_per_step,
                     seconds=self._clock() - start_s,
+                    predicted_s=after.predicted_s,
                     waiting_s=after.waiting_s - before.waiting_s,
                     checking_s=after.checking_s - before.checking_s,
                     devices=after.devices,
