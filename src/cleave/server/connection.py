@@ -41,6 +41,8 @@ from cleave.transport.base import Channel, Received
 
 _GOODBYE_S = 2.0
 _HEARTBEAT_S = 2.0
+_IDLE_BEATS = 3
+"""Of a device without work, one heartbeat in so many is enough: thousands of them should cost next to nothing."""
 _SILENCE_S = 10.0
 _MOST_FAILURES = 3
 _MOST_UNCHECKED = 16
@@ -214,11 +216,11 @@ class Connection:
         await asyncio.sleep(_HEARTBEAT_S * phase)
         silent_s, beaten = 0.0, self._loop.time()
         while True:
-            await asyncio.sleep(_HEARTBEAT_S)
+            beat_s = await self._next_beat()
             before, beaten = beaten, self._loop.time()
             # At most one heartbeat each: time in which the server itself was stopped counts against nobody.
             has_spoken = self.channel.silent_s <= beaten - before or not self._may_read.is_set()
-            silent_s = 0.0 if has_spoken else silent_s + _HEARTBEAT_S
+            silent_s = 0.0 if has_spoken else silent_s + beat_s
             if silent_s >= _SILENCE_S:
                 raise Disconnected(f"silent for {silent_s:.0f} s", rejoin=True)
             member = self.member
@@ -227,12 +229,20 @@ class Connection:
             if moved - self._moved_bytes > _PROGRESS_BYTES:
                 self._moved_bytes = moved
                 self._post(DeviceMoved(self.device))
-            if member.key is not None and not self._keys.is_valid(member.key):
-                raise Disconnected("the token it joined with was revoked", rejoin=False)
             if self._probed_at is None:
                 self._probed_at = time.perf_counter()
                 self._outbox.put_urgent(messages.Probe(answer=0))
             self._explain_idleness()
+
+    async def _next_beat(self) -> float:
+        """Wait for the next heartbeat, longer if the device has no work; return the seconds since the last one."""
+        beats, key = 0, self.member.key
+        while beats < (1 if self._ledger.unfinished(self.device) else _IDLE_BEATS):
+            await asyncio.sleep(_HEARTBEAT_S)
+            beats += 1
+            if key is not None and not self._keys.is_valid(key):
+                raise Disconnected("the token it joined with was revoked", rejoin=False)
+        return beats * _HEARTBEAT_S
 
     def _explain_idleness(self) -> None:
         """Tell a device why it has no work: plans leave out devices that would make the others wait."""
