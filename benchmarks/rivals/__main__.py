@@ -10,6 +10,7 @@ import argparse
 import itertools
 import json
 import os
+import shlex
 import signal
 import sys
 import tempfile
@@ -100,7 +101,7 @@ def _measure(cell: Cell, options: argparse.Namespace, given: list[str]) -> bool:
         complete = False
     every = merge(results)
     mode = "lora" if cell.work.lora else "full"
-    command = " ".join(["python -m benchmarks.rivals", *given])
+    command = _shown(given)
     load = f"load average {os.getloadavg()[1]:.0f} on {os.cpu_count()} cores"
     text = markdown(f"{cell.fleet}, {cell.work.model}, {mode}", command, best_of(every), load, every)
     print(text, flush=True)
@@ -142,6 +143,15 @@ def _rounds(cell: Cell, options: argparse.Namespace) -> Iterator[Result]:
         for system in PEER_SYSTEMS:
             if system in options.systems:
                 yield peers.turn(system, cell.forks, testbed, profiles, work, cell.out, limits)
+
+
+def _shown(given: list[str]) -> str:
+    """The command that measured this, without where it kept its logs."""
+    words = list(given)
+    if "--keep" in words:
+        at = words.index("--keep")
+        del words[at : at + 2]
+    return shlex.join(["python", "-m", "benchmarks.rivals", *words])
 
 
 def _rounded(value: object) -> object:
