@@ -17,7 +17,7 @@ from typing import Any
 import hivemind
 import torch
 from benchmarks.rivals.shape import SEQUENCES, Work
-from benchmarks.rivals.step_log import StepLog
+from benchmarks.rivals.step_log import LEAST_STEPS, StepLog
 from benchmarks.rivals.work import adamw, batch, build, loss_of
 from hivemind.compression import Float16Compression
 
@@ -59,7 +59,7 @@ def main(given: dict[str, Any]) -> None:
     log = StepLog(Path(given["out"]) / f"hivemind-{rank}.jsonl")
     log.begin()
     epoch, began_s = 0, time.monotonic()
-    while epoch < given["steps"] and time.monotonic() - began_s < given["budget_s"]:
+    while epoch < LEAST_STEPS or (epoch < given["steps"] and time.monotonic() - began_s < given["budget_s"]):
         tokens = batch(epoch).chunk(count)[rank]
         loss = loss_of(model(input_ids=tokens).logits, tokens)
         loss.backward()

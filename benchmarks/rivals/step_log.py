@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Final
+
+LEAST_STEPS: Final = 3
+"""Steps that a turn takes in any case, however small its budget."""
 
 
 def link_bytes() -> tuple[int, int]:

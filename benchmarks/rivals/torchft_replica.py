@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from benchmarks.rivals.shape import Work
-from benchmarks.rivals.step_log import StepLog
+from benchmarks.rivals.step_log import LEAST_STEPS, StepLog
 from benchmarks.rivals.work import adamw, batch, build, loss_of
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torchft.ddp import DistributedDataParallel
@@ -57,8 +57,9 @@ def main(given: dict[str, Any]) -> None:
     log = StepLog(Path(given["out"]) / f"torchft-{rank}.jsonl")
     log.begin()
     began_s = time.monotonic()
-    while manager.current_step() < given["steps"] and time.monotonic() - began_s < given["budget_s"]:
-        step = manager.current_step()
+    while (step := manager.current_step()) < LEAST_STEPS or (
+        step < given["steps"] and time.monotonic() - began_s < given["budget_s"]
+    ):
         tokens = batch(step).chunk(count)[rank]
         optimizer.zero_grad()
         loss = loss_of(parallel(input_ids=tokens).logits, tokens)

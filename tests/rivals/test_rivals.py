@@ -12,6 +12,7 @@ from benchmarks.rivals.__main__ import main
 from benchmarks.rivals.ranks import Alone, plain_losses
 from benchmarks.rivals.shape import SEQUENCES, Work
 from benchmarks.rivals.stages import Stage, layer_runs
+from benchmarks.rivals.summary import summary
 from benchmarks.rivals.table import best_of, markdown, merge
 from benchmarks.rivals.turns import Result
 from benchmarks.rivals.variants import Variant, fastest, least_step_s, order_by_uplink, variants_of
@@ -175,3 +176,18 @@ def test_without_the_rivals_environment_the_command_says_how_to_make_it(
     assert code == 2
     said = capsys.readouterr().err
     assert "make rivals" in said or "root" in said or "iproute2" in said
+
+
+def test_the_summary_puts_a_cell_in_a_row_with_cleave_over_each_rival() -> None:
+    cell = best_of(
+        merge(
+            [
+                result("Cleave", "auto", 9.0, 9.0, 4.0, 4.0),
+                result("torch GPipe", "2 stages", 9.0, 9.0, 2.0),
+                result("torch DDP", "fp32", error="not run"),
+            ]
+        )
+    )
+    row = summary([("home4-demo-full", cell)]).splitlines()[2]
+    assert row.startswith("| home4-demo-full | 4.00 | 2.00 |  | 2.00 (2.00) |")
+    assert "not run" in row
