@@ -160,7 +160,7 @@ class _Bare(asyncio.BufferedProtocol):
     def __init__(self) -> None:
         self._buffer = memoryview(bytearray(STRIP_BYTES))
         self._left = self._to_write = 0
-        self._is_paused = False
+        self._is_paused, self._is_answered = False, True
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -175,25 +175,25 @@ class _Bare(asyncio.BufferedProtocol):
             self._left -= nbytes
         else:
             asked = int.from_bytes(self._buffer[:8], "big", signed=True)
-            self._to_write, self._left = max(asked, 0), max(-asked, 0) - (nbytes - 8)
-            self._write()
-        if not self._left and not self._to_write and self._transport is not None:
-            self._transport.write(b"ok")
+            self._to_write, self._left, self._is_answered = max(asked, 0), max(-asked, 0) - (nbytes - 8), False
+        self._go_on()
 
-    def _write(self) -> None:
+    def _go_on(self) -> None:
+        """Write as much as may be written; say so once everything was read or written."""
         assert self._transport is not None
         while self._to_write and not self._is_paused:
             self._to_write -= STRIP_BYTES
             self._transport.write(self._buffer)
+        if not self._left and not self._to_write and not self._is_answered:
+            self._is_answered = True
+            self._transport.write(b"ok")
 
     def pause_writing(self) -> None:
         self._is_paused = True
 
     def resume_writing(self) -> None:
         self._is_paused = False
-        self._write()
-        if not self._to_write and self._transport is not None:
-            self._transport.write(b"ok")
+        self._go_on()
 
 
 class BareServer:
