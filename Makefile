@@ -70,6 +70,7 @@ bench-faults: .venv/ready
 
 bench-step-planner: .venv/ready
 	$(BIN)/python benchmarks/run.py benchmarks/scenarios/step_planner.toml
+	$(BIN)/python benchmarks/run.py benchmarks/scenarios/few_devices.toml
 
 bench-wire: .venv/ready
 	$(BIN)/cleave bench benchmarks/scenarios/wire.toml --out build/wire

@@ -25,15 +25,14 @@ from cleave.core.plan.rivals.case import KEPT, WEIGHT_BYTES, Case, Rival, plural
 from cleave.core.plan.rivals.reduction import byte_s
 
 SHARDED = "FSDP"
-_SIZES = 64
-"""Numbers of devices to try in large fleets, from few to all."""
+_SIZES = 256
+"""Try all numbers of devices up to this many, else so many from few to all."""
 
 
 def fsdp(case: Case) -> Rival:
     """The best number of devices, with or without recomputation."""
-    count = len(case.profiles)
     best = Rival(name=SHARDED, step_s=inf, arrangement=_why_not(case))
-    for used in _sizes(count):
+    for used in _sizes(min(len(case.profiles), int(case.sequences))):
         for recompute in (False, True):
             found = _sharded(case, used, recompute=recompute)
             if found is not None and found.step_s < best.step_s:
@@ -75,7 +74,7 @@ def _sequence_bytes(case: Case, *, recompute: bool) -> float:
 def _sharded(case: Case, used: int, *, recompute: bool) -> Rival | None:
     profiles = case.profiles
     able = np.flatnonzero(profiles.memory_bytes >= _held(case, used, recompute=recompute))
-    if len(able) < used or used > max(case.sequences, 1):
+    if len(able) < used:
         return None
     link_s = byte_s(profiles)
     order: Ints = able[np.argsort(link_s[able], kind="stable")][:used]
