@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 from tests.bench.recorded import results
 
-from cleave.bench.processes import Process, ending
+from cleave.bench.processes import Process, ending, terminable
 from cleave.bench.records import Step
 from cleave.bench.runner import plan_cells, run_cell, with_cell
 from cleave.bench.scenario import Cell, read_scenario
@@ -123,6 +124,13 @@ def test_an_interrupt_ends_every_process_of_a_cell(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         run_cell(only_cell(write(tmp_path)), 200.0, interrupt)
     assert bench_children() == []
+
+
+def test_a_request_to_end_is_taken_for_an_interrupt() -> None:
+    usual = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt), terminable():
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is usual
 
 
 def test_finished_cells_stand_and_failed_ones_run_again(tmp_path: Path) -> None:

@@ -148,7 +148,7 @@ def test_redrawing_needs_results_and_runs_nothing(tmp_path: Path, capsys: pytest
 def test_steps_without_a_prediction_have_no_ratio() -> None:
     assert step(1, 2.0, predicted_s=None).ratio is None
     assert step(1, 2.0, predicted_s=0.0).ratio is None
-    assert step(1, 3.0, batch_s=2.5).ratio == 1.25
+    assert step(1, 3.0, batch_s=2.5).ratio == 1.5
 
 
 def test_raw_numbers_are_plain_json(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ class Figures:
     seconds: Spread
     predicted_s: float | None
     ratio: Spread | None
-    """Measured over predicted seconds of a batch."""
+    """Measured over predicted seconds of a step."""
     grains: tuple[str, ...]
     down_bytes: float
     up_bytes: float

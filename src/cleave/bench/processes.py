@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import subprocess
 import sys
 import tempfile
@@ -151,6 +152,23 @@ def ending(processes: list[Process]) -> Generator[None]:
             process.interrupt()
         for process in processes:
             process.close()
+
+
+@contextmanager
+def terminable() -> Generator[None]:
+    """Take SIGTERM for Ctrl-C within the block, so that it, too, ends every process."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager

@@ -43,9 +43,11 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag_field="message", tag="
     """Counted from 1."""
     seconds: float
     batch_s: float
-    """From the first pass to the end of the optimizer, as the server clocked it; for plain torch forward and backward."""
+    """Forward and backward; the rest of `seconds` is the optimizer's."""
     predicted_s: float | None
-    """What was predicted of `batch_s` just before the step."""
+    """What the server predicted of this step, just before it."""
+    modeled_s: float | None = None
+    """The cost model's own time, before experience with earlier steps corrects it."""
     loss: float
     down_bytes: int
     up_bytes: int
@@ -63,7 +65,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True, tag_field="message", tag="
     @property
     def ratio(self) -> float | None:
         """Measured over predicted."""
-        return None if not self.predicted_s else self.batch_s / self.predicted_s
+        return None if not self.predicted_s else self.seconds / self.predicted_s
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):

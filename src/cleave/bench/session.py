@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cleave.bench.figures import figures
 from cleave.bench.files import Files
+from cleave.bench.processes import terminable
 from cleave.bench.records import Measured, Results, Step, versions
 from cleave.bench.runner import plan_cells, run_cells
 from cleave.bench.scenario import Cell, Scenario
@@ -47,7 +48,7 @@ def run_session(
         console.print(f"{plural(len(plan.standing), 'cell')} done before, with the same settings and code")
     if (hint := files.missing_plot) is not None:
         console.print(hint)
-    with _Progress(console, plan.pending) as progress:
+    with terminable(), _Progress(console, plan.pending) as progress:
 
         def done(so_far: Results, measured: Measured) -> None:
             files.write(_ordered(so_far, cells))

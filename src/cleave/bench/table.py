@@ -115,9 +115,9 @@ def _remarks(results: Results, rows: Sequence[tuple[Measured, Figures]]) -> list
     skipped = f", without the first {plural(scenario.warmup, 'step')} of each" if scenario.warmup else ""
     lines = [
         "",
-        f"Medians over {steps} of {runs}{skipped}. Predictions are of forward and backward, and so is what is divided "
-        "by them. Rates: learned over configured (on a shared medium, anything from the fair share to all of it is "
-        "right), the worst device after the last step. Loss: the largest difference from plain torch in any step.",
+        f"Medians over {steps} of {runs}{skipped}. A step is compared with what was predicted just before it. Rates: "
+        "learned over configured (on a shared medium, anything from the fair share to all of it is right), the worst "
+        "device after the last step. Loss: the largest difference from plain torch in any step.",
     ]
     if scenario.target is not None:
         low, high = scenario.target

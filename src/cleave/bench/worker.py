@@ -116,12 +116,14 @@ def _over_fleet(job: Job, say: _Messages) -> None:
         status, cpu_s = fleet.status(), time.process_time()
         for step in training:
             now, now_s = fleet.status(), time.process_time()
+            latest = now.steps[-1] if now.steps and now.steps[-1:] != status.steps[-1:] else None
             say(
                 Step(
                     number=step.number,
                     seconds=step.seconds,
-                    batch_s=now.steps[-1].seconds if now.steps else step.batch_s,
-                    predicted_s=now.steps[-1].predicted_s if now.steps else None,
+                    batch_s=step.batch_s,
+                    predicted_s=latest.predicted_s if latest is not None else None,
+                    modeled_s=latest.modeled_s if latest is not None else None,
                     loss=step.loss,
                     down_bytes=now.down_bytes - status.down_bytes,
                     up_bytes=now.up_bytes - status.up_bytes,
