@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import msgspec
@@ -120,6 +121,18 @@ def test_the_plot_shows_cells_and_single_steps(tmp_path: Path) -> None:
         files.write(replace(recorded, scenario=replace(recorded.scenario, show_steps=with_steps)))
         assert files.plot.read_bytes().startswith(b"\x89PNG")
         assert files.plot.stat().st_size > 10_000
+
+
+def test_without_matplotlib_the_rest_is_written_and_the_remedy_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    files = Files(tmp_path, "unseen")
+    files.write(results(tmp_path))
+    assert (files.raw.exists(), files.table.exists(), files.plot.exists()) == (True, True, False)
+    assert files.missing_plot is not None
+    assert "install" in files.missing_plot
+    assert "--redraw" in files.missing_plot
 
 
 def test_results_without_a_single_step_still_make_a_table(tmp_path: Path) -> None:
