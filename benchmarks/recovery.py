@@ -10,11 +10,14 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
+import shlex
+import signal
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -228,52 +231,68 @@ def _clear(scene: Scene) -> None:
 
 def main(words: list[str] | None = None) -> int:
     options = _parser().parse_args(words)
+    for each in (signal.SIGINT, signal.SIGTERM):  # also where a shell started this in its background
+        signal.signal(each, signal.default_int_handler)
     recoveries: list[Recovery] = []
+    work = Work(model=options.model, lora=options.lora)
     try:
-        profiles = read_fleet(options.fleet)
-        work = Work(model=options.model, lora=options.lora)
-        ranks = (tuple(range(len(profiles))),)
         with tempfile.TemporaryDirectory(prefix="cleave-recovery-") as scratch:
-            out = Path(options.keep or scratch)
-            out.mkdir(parents=True, exist_ok=True)
-            with Testbed(profiles) as testbed, closing(rival_forks(out)) as forks:
-                scene = Scene(
-                    forks=forks,
-                    testbed=testbed,
-                    profiles=profiles,
-                    work=work,
-                    out=out,
-                    limit_s=options.limit,
-                    reduce_s=options.timeout,
-                )
-                runs: dict[str, Callable[[], Recovery]] = {
-                    "cleave": lambda: of_cleave(scene),
-                    "torchft": lambda: of_peers(scene, "torchft"),
-                    "hivemind": lambda: of_peers(scene, "hivemind"),
-                    "torchrun": lambda: of_torchrun(scene),
-                    "gpipe": lambda: of_torch(
-                        scene, Variant(kind="gpipe", wire="bf16", pipelines=ranks, micro_batches=8)
-                    ),
-                    "ddp": lambda: of_torch(scene, Variant(kind="ddp")),
-                }
-                for _ in range(options.rounds):
-                    for system in options.systems:
-                        recoveries.append(runs[system]())
-                        print(recoveries[-1], file=sys.stderr, flush=True)
+            for recovery in _kills(options, work, Path(options.keep or scratch)):
+                print(recovery, file=sys.stderr, flush=True)
+                recoveries.append(recovery)
     except CleaveError as fault:
         print(f"error: {fault}", file=sys.stderr)
-        return 2
+        if not recoveries:
+            return 2
     except KeyboardInterrupt:
-        return 130
-    kind = "LoRA" if work.lora else "full"
-    command = " ".join(["python -m benchmarks.recovery", *(sys.argv[1:] if words is None else words)])
-    print(f"# One of {len(profiles)} devices killed in a step: {options.fleet.stem}, {work.model}, {kind}")
-    print(f"\n`{command}`\n")
+        if not recoveries:
+            return 130
+    title = f"{options.fleet.stem}, {work.model}, {'LoRA' if work.lora else 'full'}"
+    load = f"load average {os.getloadavg()[1]:.0f} on {os.cpu_count()} cores"
+    print(
+        f"# The second device killed in a step: {title}\n\n`{_shown(sys.argv[1:] if words is None else words)}`; {load}\n"
+    )
     print("| | s a step before | s lost | s a step after | what happens |\n|---|---|---|---|---|")
     for each in recoveries:
         lost, after = ("" if value is None else f"{value:.1f}" for value in (each.lost_s, each.after_s))
         print(f"| {each.system} | {each.normal_s:.1f} | {lost} | {after} | {each.outcome} |")
     return 0
+
+
+def _kills(options: argparse.Namespace, work: Work, out: Path) -> Iterator[Recovery]:
+    profiles = read_fleet(options.fleet)
+    out.mkdir(parents=True, exist_ok=True)
+    ranks = (tuple(range(len(profiles))),)
+    with Testbed(profiles) as testbed, closing(rival_forks(out)) as forks:
+        scene = Scene(
+            forks=forks,
+            testbed=testbed,
+            profiles=profiles,
+            work=work,
+            out=out,
+            limit_s=options.limit,
+            reduce_s=options.timeout,
+        )
+        runs: dict[str, Callable[[], Recovery]] = {
+            "cleave": lambda: of_cleave(scene),
+            "torchft": lambda: of_peers(scene, "torchft"),
+            "hivemind": lambda: of_peers(scene, "hivemind"),
+            "torchrun": lambda: of_torchrun(scene),
+            "gpipe": lambda: of_torch(scene, Variant(kind="gpipe", wire="bf16", pipelines=ranks, micro_batches=8)),
+            "ddp": lambda: of_torch(scene, Variant(kind="ddp")),
+        }
+        for _ in range(options.rounds):
+            for system in options.systems:
+                yield runs[system]()
+
+
+def _shown(given: list[str]) -> str:
+    """The command that measured this, without where it kept its logs."""
+    words = list(given)
+    if "--keep" in words:
+        at = words.index("--keep")
+        del words[at : at + 2]
+    return shlex.join(["python", "-m", "benchmarks.recovery", *words])
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -41,7 +41,8 @@ SYSTEMS = ("torch", "hivemind", "torchft", "cleave")
 def main(words: list[str] | None = None) -> int:
     options = _parser().parse_args(words)
     given = sys.argv[1:] if words is None else words
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for each in (signal.SIGINT, signal.SIGTERM):  # also where a shell started this in its background
+        signal.signal(each, signal.default_int_handler)
     try:
         fleets = {path.stem: read_fleet(path) for path in options.fleets}
         with tempfile.TemporaryDirectory(prefix="cleave-rivals-") as scratch, ExitStack() as stack:
@@ -97,15 +98,18 @@ def _measure(cell: Cell, options: argparse.Namespace, given: list[str]) -> bool:
             if time.monotonic() > until_s:
                 print("this cell's time is up: the table has what was measured until now", file=sys.stderr)
                 break
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, CleaveError) as fault:
+        print(f"ended early, with what was measured until now: {fault or 'interrupted'}", file=sys.stderr)
         complete = False
+    if not results:
+        return complete
     every = merge(results)
     mode = "lora" if cell.work.lora else "full"
     command = _shown(given)
     load = f"load average {os.getloadavg()[1]:.0f} on {os.cpu_count()} cores"
     text = markdown(f"{cell.fleet}, {cell.work.model}, {mode}", command, best_of(every), load, every)
     print(text, flush=True)
-    if options.save is not None and results:
+    if options.save is not None:
         options.save.mkdir(parents=True, exist_ok=True)
         stem = f"{datetime.now(UTC):%Y-%m-%d}-rivals-{cell.fleet}-{cell.work.model}-{mode}"
         (options.save / f"{stem}.md").write_text(text, encoding="utf-8")
