@@ -249,9 +249,8 @@ def main(words: list[str] | None = None) -> int:
             return 130
     title = f"{options.fleet.stem}, {work.model}, {'LoRA' if work.lora else 'full'}"
     load = f"load average {os.getloadavg()[1]:.0f} on {os.cpu_count()} cores"
-    print(
-        f"# The second device killed in a step: {title}\n\n`{_shown(sys.argv[1:] if words is None else words)}`; {load}\n"
-    )
+    command = _shown(sys.argv[1:] if words is None else words)
+    print(f"# The second device killed in a step: {title}\n\n`{command}`; {load}\n")
     print("| | s a step before | s lost | s a step after | what happens |\n|---|---|---|---|---|")
     for each in recoveries:
         lost, after = ("" if value is None else f"{value:.1f}" for value in (each.lost_s, each.after_s))
