@@ -9,14 +9,16 @@ from typing import cast
 
 import pytest
 from tests.support.channels import SOON_S, Doorman
+from tests.support.virtual import run
 
 from cleave.errors import ConnectionLost
 from cleave.protocol.frames import Buffer
 from cleave.protocol.messages import Failed, Store
 from cleave.server.service import Service
 from cleave.transport.base import Channel, Received
-from cleave.transport.paced import Lane
+from cleave.transport.paced import Lane, PacedTransport
 from cleave.transport.shaped import Link, Medium
+from cleave.transport.stream import Stream
 from cleave.transport.websocket import dial
 
 RATE = 4e6
@@ -110,6 +112,29 @@ async def test_an_answer_takes_the_latency_of_both_ways(service: Service, far: C
     assert time.perf_counter() - started_s > 0.19
     cast("Doorman", service.cluster).loop.call_soon_threadsafe(over.set)
     await here.close()
+
+
+class Closed(asyncio.Transport):
+    """A socket that the server closed a moment ago."""
+
+    def is_closing(self) -> bool:
+        return True
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def write(self, data: Buffer) -> None:
+        raise RuntimeError("the handler is closed")
+
+
+def test_bytes_on_their_way_to_a_socket_that_was_closed_are_dropped() -> None:
+    async def main() -> None:
+        paced = PacedTransport(Closed(), Stream(is_client=True), Lane(1e6, Medium()), 0.0, lambda reads: None)
+        paced.write(bytes(20_000))
+        await asyncio.sleep(1.0)
+        assert paced.get_write_buffer_size() == 0
+
+    run(main(), limit_s=10)  # in virtual time; fails if a callback raises
 
 
 async def test_a_lost_connection_ends_a_sender_that_waits_for_the_link(service: Service, far: Callable) -> None:

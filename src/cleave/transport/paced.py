@@ -143,6 +143,9 @@ class PacedTransport(asyncio.Transport):
             return
         arrived = self._in_flight.popleft()
         self._in_flight_bytes -= len(arrived)
+        if self._inner.is_closing():  # as when the server closed it meanwhile
+            self._drop()
+            return
         self._inner.write(arrived)
         self.drained()
         self._close_if_empty()
