@@ -6,7 +6,7 @@ BIN := .venv/bin
 # seconds for each target of `make fuzz`
 FUZZ_S ?= 60
 
-.PHONY: demo test test-all check lint types bench bench-server bench-live bench-faults bench-trust bench-step-planner bench-resident bench-rivals bench-wire bench-slow bench-page rivals fuzz docs dist clean
+.PHONY: bench-scale demo test test-all check lint types bench bench-server bench-live bench-faults bench-trust bench-step-planner bench-resident bench-rivals bench-wire bench-slow bench-page rivals fuzz docs dist clean
 
 demo: .venv/ready
 	$(BIN)/cleave train
@@ -59,6 +59,9 @@ build/rivals/ready: constraints.txt
 bench-rivals: .venv/ready build/rivals/ready
 	$(BIN)/python -m benchmarks.rivals benchmarks/fleets/home4.csv --modes full lora
 	$(BIN)/python -m benchmarks.recovery benchmarks/fleets/home4.csv --lora
+
+bench-scale: .venv/ready
+	$(BIN)/python benchmarks/scale.py
 
 bench-trust: .venv/ready
 	for options in "" --honest --cost; do $(BIN)/python benchmarks/lies.py $$options || exit 1; echo; done
