@@ -32,6 +32,7 @@ def step(number: int, seconds: float, **changes: object) -> Step:
         seconds=seconds,
         batch_s=seconds,
         predicted_s=2.0,
+        modeled_s=1.5,
         loss=5.0 - number,
         down_bytes=3_000_000,
         up_bytes=1_000_000,

@@ -58,7 +58,7 @@ def test_the_table_says_what_was_measured_and_why_a_cell_failed(tmp_path: Path) 
     assert "`cleave bench recorded.toml`" in text
     assert "2026-01-01" in text
     rows = [line for line in text.splitlines() if line.startswith("| two")]
-    assert rows[0] == "| two | tiny | full | resident | 2.5 | 2-3 | 2 | **1.25** | **1.50** |"
+    assert rows[0] == "| two | tiny | full | resident | 2.5 | 2-3 | 1.5 | 2 | **1.25** | **1.50** |"
     assert "not finished / within 600 s" in rows[1]
     assert "3.0 | 1.0 | +10% | -5% | 0.25 | 0.5 | 4% | 2% | 500 | 2.5e-01 |" in rows[2]
     assert "in 0 of 2 cells" in text

@@ -35,6 +35,8 @@ class Figures:
 
     seconds: Spread
     predicted_s: float | None
+    modeled_s: float | None
+    """By the cost model alone, before the server corrects it by what earlier steps took."""
     ratio: Spread | None
     """Measured over predicted seconds of a step."""
     grains: tuple[str, ...]
@@ -61,12 +63,14 @@ def figures(measured: Measured, warmup: int, reference: Reference | None) -> Fig
         return None
     ratios = [step.ratio for step in steps if step.ratio is not None]
     predicted = [step.predicted_s for step in steps if step.predicted_s is not None]
+    modeled = [step.modeled_s for step in steps if step.modeled_s is not None]
     device_cpu = [step.device_cpu_s for step in steps if step.device_cpu_s is not None]
     peaks = [run.peak_rss_bytes for run in measured.runs if run.peak_rss_bytes is not None]
     down_off, up_off = links_off(measured)
     return Figures(
         seconds=_spread([step.seconds for step in steps]),
         predicted_s=statistics.median(predicted) if predicted else None,
+        modeled_s=statistics.median(modeled) if modeled else None,
         ratio=_spread(ratios) if ratios else None,
         grains=tuple(dict.fromkeys(step.grain or "?" for step in steps)),
         down_bytes=statistics.median(step.down_bytes for step in steps),

@@ -42,11 +42,13 @@ def _heading(results: Results) -> list[str]:
 
 def _times_table(results: Results, rows: Sequence[tuple[Measured, Figures | None]]) -> list[str]:
     names = _name_columns([measured for measured, _ in rows])
-    lines = _header(*names, "grain", "s a step", "range", "predicted s", "measured / predicted", "worst step")
+    lines = _header(
+        *names, "grain", "s a step", "range", "modeled s", "predicted s", "measured / predicted", "worst step"
+    )
     for measured, found in rows:
         cells = [column(measured) for column in names.values()]
         if found is None:
-            lines.append(_row(*cells, "", f"failed: {_in_cell(measured.failed or 'no step was measured')}", *[""] * 4))
+            lines.append(_row(*cells, "", f"failed: {_in_cell(measured.failed or 'no step was measured')}", *[""] * 5))
             continue
         time = _number(found.seconds.median)
         ratio, worst = ("", "") if found.ratio is None else (found.ratio.median, found.ratio.worst)
@@ -56,6 +58,7 @@ def _times_table(results: Results, rows: Sequence[tuple[Measured, Figures | None
                 ", ".join(found.grains),
                 f"{time}, then failed: {_in_cell(measured.failed)}" if measured.failed else time,
                 f"{_number(found.seconds.least)}-{_number(found.seconds.most)}",
+                _number(found.modeled_s),
                 _number(found.predicted_s),
                 _judged(ratio, results.scenario.target),
                 _judged(worst, results.scenario.target),
@@ -115,9 +118,9 @@ def _remarks(results: Results, rows: Sequence[tuple[Measured, Figures]]) -> list
     skipped = f", without the first {plural(scenario.warmup, 'step')} of each" if scenario.warmup else ""
     lines = [
         "",
-        f"Medians over {steps} of {runs}{skipped}. A step is compared with what was predicted just before it. Rates: "
-        "learned over configured (on a shared medium, anything from the fair share to all of it is right), the worst "
-        "device after the last step. Loss: the largest difference from plain torch in any step.",
+        f"Medians over {steps} of {runs}{skipped}. Modeled is what the cost model alone says; predicted, what the server "
+        "made of it just before each step, corrected by what earlier steps took. Rates: learned over configured (on a "
+        "shared medium, anything from the fair share to all of it is right), the worst device after the last step. Loss: the largest difference from plain torch in any step.",
     ]
     if scenario.target is not None:
         low, high = scenario.target
