@@ -118,9 +118,10 @@ def _remarks(results: Results, rows: Sequence[tuple[Measured, Figures]]) -> list
     skipped = f", without the first {plural(scenario.warmup, 'step')} of each" if scenario.warmup else ""
     lines = [
         "",
-        f"Medians over {steps} of {runs}{skipped}. Modeled is what the cost model alone says; predicted, what the server "
-        "made of it just before each step, corrected by what earlier steps took. Rates: learned over configured (on a "
-        "shared medium, anything from the fair share to all of it is right), the worst device after the last step. Loss: the largest difference from plain torch in any step.",
+        f"Medians over {steps} of {runs}{skipped}. Modeled is what the cost model alone says; predicted, what the "
+        "server made of it just before each step, corrected by what earlier steps took. Rates: learned over configured "
+        "(on a shared medium, anything from the fair share to all of it is right), the worst device after the last "
+        "step. Loss: the largest difference from plain torch in any step.",
     ]
     if scenario.target is not None:
         low, high = scenario.target
