@@ -186,3 +186,14 @@ def test_large_fleets_are_planned_in_another_process_with_the_same_result() -> N
 
     here = choose_layer(LINEAR, place.profiles, Setting(wire="fp32"), HERE).plan
     assert there == here
+
+
+def test_a_grain_whose_steps_take_far_longer_than_predicted_is_chosen_anew() -> None:
+    place = Place(devices("ann", "bob"), taking(20.0))
+    first = place.choose()
+    assert not first.is_resident
+    assert 10 < first.gemm_s < 20
+    for _ in range(4):
+        place.planning.experience.add("gemm", None, 1e3 * first.gemm_s, first.gemm_s)
+        place.planning.step_ended()
+    assert place.choose().is_resident

@@ -163,7 +163,7 @@ class Planning:
     def _is_off(self, known: _Chosen) -> bool:
         """Whether steps take so much longer than predicted that the grain should be chosen anew, now and then."""
         is_due = self._steps - self._reconsidered > _RECONSIDERED_EVERY
-        return is_due and known.choice.plan is not None and self.experience.factor(known.choice.grain) > OFF
+        return is_due and self.experience.factor(known.choice.grain) > OFF
 
     def _choose(
         self, work: PassWork, profiles: Profiles | None, local: Local, *, must: bool, standing: str | None
