@@ -22,7 +22,6 @@ from cleave.core.schedule.lateness import LATE, LATE_S, OVERDUE, STALLED, Slack
 from cleave.core.schedule.rectangles import Rectangle, total, within, without
 from cleave.core.schedule.tasks import Command, DeviceId, Forget, OperandId, Refuse, Start, Task, TaskId
 
-_MOST_SLOWER = 32.0  # factor by which a running task's time may be corrected
 _MAX_PIECES = 64  # pieces of one task that a device may owe; honest devices return bands
 _MAX_CANCELLED = 256  # cancelled tasks remembered, as their results may still be on their way
 
@@ -38,9 +37,6 @@ class Running:
     started: float
     due: float
     """When it should be done, behind the tasks that were running before it."""
-    down_bytes: int = 0
-    first_s: float = 0.0
-    """What was expected when it started."""
     hedged_at: float | None = None
     stalled_at: float | None = None
     """When it was last reported as stalled."""
@@ -205,23 +201,6 @@ class DeviceQueue:
             self._expect(start.task, down_bytes, now)
         return commands
 
-    def correct(self, pace: Pace) -> None:
-        """Use another pace; running tasks get the time they need if it is slower, up to a multiple of the first guess.
-
-        A device that claims more than it can do is slow, not stuck: its first results tell.
-        """
-        self.pace = pace
-        delay_s = 0.0
-        for entry in sorted(self.running.values(), key=lambda entry: entry.due):
-            task = entry.task
-            needed_s = pace.seconds(entry.down_bytes, task.flops * task.effort, task.up_bytes)
-            more_s = min(needed_s, _MOST_SLOWER * entry.first_s) - entry.expected_s
-            if more_s > 0:
-                entry.expected_s += more_s
-                delay_s += more_s
-            entry.delay(delay_s)
-        self.busy_until += delay_s
-
     def finish(self, id: TaskId, now: float) -> tuple[OperandId, ...]:
         """Remove a running task; return the operands the device must drop."""
         entry = self.running.pop(id)
@@ -260,6 +239,4 @@ class DeviceQueue:
             expected_s=expected_s,
             started=now,
             due=self.busy_until,
-            down_bytes=down_bytes,
-            first_s=expected_s,
         )

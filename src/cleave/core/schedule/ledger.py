@@ -174,7 +174,7 @@ class Ledger:
                 return self._join(device, memory_bytes, pace)
             case PaceMeasured(device, pace):
                 if device in self._queues:
-                    self._queues[device].correct(pace)
+                    self._queues[device].pace = pace
                 return []
             case DeviceRemoved(device):
                 return self._leave(device)
