@@ -94,7 +94,8 @@ def _show_columns(console: Console, plan: ModelPlan, profiles: Profiles) -> None
     chunks = "/".join(str(chunk) for chunk in dict.fromkeys(plan.chunks))
     used = len(profiles) - len(plan.left_out)
     console.print(
-        f"{len(plan.stages)} stages, {columns} columns on {devices_text(used)}, chunks of {chunks} tokens"
+        f"{_counted(len(plan.stages), 'stage')}, {_counted(columns, 'column')} on {devices_text(used)}, "
+        f"chunks of {chunks} tokens"
         + (f", {len(plan.rounds)} rounds, as memory cannot hold the model at once" if len(plan.rounds) > 1 else "")
     )
     console.print(
@@ -110,6 +111,10 @@ def _show_columns(console: Console, plan: ModelPlan, profiles: Profiles) -> None
         console.print("every device takes part")
     worth = "; ".join(f"{kind} {seconds(saved)}" for kind, saved in worth_of_one_more(plan, profiles).items())
     console.print(f"adding one device would save about: {worth}")
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _show_rivals(console: Console, choice: StepChoice) -> None:

@@ -24,7 +24,7 @@ from cleave.core.model.shapes import ModelShape
 from cleave.core.plan.gemm.product import GemmPlan, Split, plan_gemm
 from cleave.core.plan.resident.few_devices import FEW, plan_few
 from cleave.core.plan.resident.large_fleet import ModelPlan, plan_resident
-from cleave.core.plan.rivals.case import Case, Rival
+from cleave.core.plan.rivals.case import Case, Rival, plural
 from cleave.core.plan.rivals.compare import all_rivals
 from cleave.core.plan.rivals.products import GROUPED, attention_by_heads_s
 from cleave.errors import InfeasibleError
@@ -227,5 +227,5 @@ def _medium_s(profiles: Profiles, devices: Collection[str], moved_bytes: float) 
 
 def _columns(plan: ModelPlan) -> str:
     rounds = f" in {len(plan.rounds)} rounds" if len(plan.rounds) > 1 else ""
-    where = f"{len(plan.stages)} stages on {len(plan.devices):,} devices{rounds}"
+    where = f"{plural(len(plan.stages), 'stage')} on {plural(len(plan.devices), 'device')}{rounds}"
     return f"{where}, chunks of {max(plan.chunks)} tokens"

@@ -102,13 +102,16 @@ def _fluid_s(case: Case, gemm: Gemm, copies: int) -> float:
     share = len(sample) / len(case.profiles)
     work = gemm.flops / 2 * copies * share
     seconds = least_time(lambda t: float(volume_within(some, t, gemm).sum()), work, _FLUID)
-    if not case.server.is_capped or seconds == inf:  # more groups than devices
+    is_shared = case.server.is_capped or any(case.profiles.medium)
+    if not is_shared or seconds == inf:  # more groups than devices
         return seconds
     volume = volume_within(some, seconds, gemm)
     inner = best_inner(some, seconds, float(min(gemm.m, gemm.n)), float(max(gemm.m, gemm.n)), gemm.k)
     area = volume / inner
     down, up = some.wire_bytes * float((2 * inner * np.sqrt(area)).sum()), some.wire_bytes * float(area.sum())
-    return max(seconds, down / share / case.server.down_bytes_per_s, up / share / case.server.up_bytes_per_s)
+    each = np.full(len(case.profiles), (down + up) / share / len(case.profiles))
+    served_s = max(down / share / case.server.down_bytes_per_s, up / share / case.server.up_bytes_per_s)
+    return max(seconds, served_s, case.medium_s(each))
 
 
 def attention_by_heads_s(case: Case) -> float:
