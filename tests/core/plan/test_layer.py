@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.support import fleets, tilings
 from tests.support.grids import examples
 
+from cleave.core.cost.rates import Server
 from cleave.core.cost.wire import DEVICE_BYTES, WireFormat
 from cleave.core.fleet.profiles import DeviceId, Floats, Ints, Profiles
 from cleave.core.model.gemms import Gemm, Linear, Role
@@ -273,3 +274,33 @@ def test_a_device_ten_times_slower_gets_about_a_tenth(memory: float) -> None:
 def test_equal_layers_have_equal_plans() -> None:
     fleet = fleets.usual(6, 5)
     assert plan_linear(fleet, LAYER, "bf16") == plan_linear(fleet, LAYER, "bf16")
+
+
+@pytest.mark.parametrize("count", [8, 64, 512])
+def test_only_devices_that_are_worth_the_servers_time_take_part(count: int) -> None:
+    """Everyone together would finish sooner, if handing out the work took no time."""
+    fleet, server = alike(count, flops=1e12, down=12e6, up=3e6), Server(task_s=7e-4, byte_s=7e-10)
+    everyone, chosen = plan_linear(fleet, LAYER, "bf16"), plan_linear(fleet, LAYER, "bf16", server=server)
+    handing_out_s = everyone.tasks * server.task_s + everyone.moved_bytes * server.byte_s
+    assert chosen.server_s == pytest.approx(chosen.tasks * server.task_s + chosen.moved_bytes * server.byte_s)
+    assert everyone.devices_s <= chosen.devices_s
+    assert chosen.total_s <= (everyone.devices_s + handing_out_s) * 1.001
+    if count == 512:
+        assert chosen.tasks < everyone.tasks / 4
+
+
+def test_devices_that_are_all_needed_for_their_memory_all_take_part() -> None:
+    weights = DEVICE_BYTES * LAYER.in_width * LAYER.out_width
+    fleet = alike(16, flops=1e11, down=1e9, up=1e9, memory=weights / 8)
+    plan = plan_linear(fleet, LAYER, "bf16", server=Server(task_s=1.0))
+    assert {block.device for blocks in plan.blocks.values() for block in blocks} == set(fleet.names)
+
+
+def test_moved_bytes_are_those_of_the_blocks() -> None:
+    plan = plan_linear(alike(64, flops=1e12, down=12e6, up=3e6), LAYER, "bf16")
+    assert plan.way == "blocks"
+    numbers = 0
+    for blocks in plan.blocks.values():
+        for rows, cols, inner in map(sides, blocks):
+            numbers += inner * (rows + cols) + rows * cols
+    assert plan.moved_bytes == 2 * numbers

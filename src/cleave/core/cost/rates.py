@@ -11,8 +11,6 @@ from cleave.core.fleet.profiles import Floats
 
 Real = Floats | float
 
-SERVER_DOWN_BYTES_PER_S, SERVER_UP_BYTES_PER_S = 2.7e9, 0.93e9
-"""Measured for messages of 4 MB through uvicorn: 0.37 and 1.07 core-seconds per GB."""
 _CLEARLY = 1.5
 THIN_ROWS = 40
 """Rows that take as long to multiply as their weights take to read. Blocks of a Llama in numpy, hidden 512: 16 rows at
@@ -56,11 +54,6 @@ class Pace(NamedTuple):
         """Seconds of one task by itself without overlap: the most it should take."""
         moving_s = down_bytes / self.down_bytes_per_s + up_bytes / self.up_bytes_per_s
         return self.latency_s + self.task_s + moving_s + flops / self.flops_per_s
-
-
-def handling_s(down_bytes: float, up_bytes: float) -> float:
-    """Server core-seconds for sending and receiving over sockets, including verification of results."""
-    return down_bytes / SERVER_DOWN_BYTES_PER_S + up_bytes / SERVER_UP_BYTES_PER_S
 
 
 def thin_effort(rows: Real) -> Real:

@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cleave.core.cost.gemm import layer_bytes
-from cleave.core.cost.rates import Server, handling_s
+from cleave.core.cost.rates import Server
 from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.decoder import Attention, Decoder
@@ -66,7 +65,7 @@ def choose_layer(linear: Linear, profiles: Profiles | None, setting: Setting, lo
     if profiles is None:
         return LayerChoice(plan=None, is_remote=not local.may_compute, reason="no device is connected")
     try:
-        plan = plan_linear(profiles, linear, setting.wire)
+        plan = plan_linear(profiles, linear, setting.wire, server=setting.server)
     except InfeasibleError as fault:
         return LayerChoice(plan=None, is_remote=not local.may_compute, reason=str(fault))
     local_s = linear.flops / local.flops_per_s
@@ -245,16 +244,15 @@ def gemms_s(work: PassWork, profiles: Profiles, setting: Setting) -> float:
     try:
         for linear in work.linears:
             if linear not in seconds:
-                down, up = layer_bytes(linear, len(profiles), setting.wire)
-                planned_s = max(
-                    plan_linear(profiles, linear, setting.wire).total_s,
-                    (down + up) / setting.medium_bytes_per_s,
+                plan = plan_linear(profiles, linear, setting.wire, server=setting.server)
+                devices_s = max(
+                    plan.devices_s,
+                    plan.moved_bytes / setting.medium_bytes_per_s,
                     float(linear.flops / profiles.flops_per_s.mean() / setting.cores),
                 )
-                # a product is one task or more on each device; theirs run side by side, the server's in turn
-                roles, devices = len(linear.roles), len(profiles)
-                fixed_s = float(profiles.task_s.mean()) + devices * setting.server.task_s
-                seconds[linear] = planned_s + handling_s(down, up) + roles * fixed_s
+                # a product is one task or more on each device; theirs run side by side
+                fixed_s = len(linear.roles) * float(profiles.task_s.mean())
+                seconds[linear] = devices_s + plan.server_s + fixed_s
             total_s += seconds[linear]
     except InfeasibleError:
         return math.inf

@@ -28,6 +28,7 @@ from cleave.core.verify.trust import Level, Trust
 
 _FADE_LINK_S = 2.0  # seconds of traffic after which a link's past counts half
 _FADE_S = 1.0  # seconds of compute after which a processor's past counts half
+_FIRST_COUNTS = 1 / 16  # of a memory: a claim or a probe gives way to the first work
 _LATENCY_FADE = 1.02
 _MAX_PAST = 4096
 _MAX_BYTES_PER_S, _MAX_FLOPS_PER_S = 20e9, 1e16  # so that a message that arrives instantly still takes some time
@@ -53,8 +54,8 @@ class Rate:
 
     def __init__(self, first: float, memory: float, maximum: float, minimum: float = 1e-3) -> None:
         self._memory, self._maximum, self._minimum = memory, maximum, minimum
-        self._amount = memory / 4
-        self._seconds = memory / 4 / first
+        self._amount = memory * _FIRST_COUNTS
+        self._seconds = self._amount / first
 
     @property
     def value(self) -> float:

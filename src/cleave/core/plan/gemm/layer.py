@@ -8,28 +8,41 @@ Y = X W^T, dX = dY W, dW = dY^T X share operands. Two ways to cut them are compa
 - **blocks**: `plan_gemm` cuts each gemm separately. It moves more bytes, but no device has to hold all of W and no
   partial sums come back: better for large fleets on slow links, or for small memories.
 
+Every task and byte also costs the server's own core. Of a large fleet, only the devices that are worth theirs take part:
+on a thousand of them, small blocks would take longer to hand out than to compute.
+
 Plans depend on sizes and profiles only, so equal layers share one and a row always goes to the same device.
 """
 
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cleave.core.cost.bound import bound_2d
-from cleave.core.cost.gemm import finish_s, held_bytes, row_costs_s, rows_beside_weights, unit_costs
+from cleave.core.cost.bound import bound_2d, by_worth
+from cleave.core.cost.gemm import (
+    UnitCosts,
+    area_within,
+    finish_s,
+    held_bytes,
+    layer_bytes,
+    row_costs_s,
+    rows_beside_weights,
+    unit_costs,
+)
 from cleave.core.cost.rates import Server
 from cleave.core.cost.wire import DEVICE_BYTES, WIRE_BYTES, WireFormat
 from cleave.core.fleet.profiles import DeviceId, Floats, Ints, Profiles
 from cleave.core.model.decoder import Range
-from cleave.core.model.gemms import Linear, Role
+from cleave.core.model.gemms import Gemm, Linear, Role
 from cleave.core.plan.gemm.product import plan_gemm
 from cleave.errors import InfeasibleError
 
 _MIN_SPEEDUP = 1.15  # blocks must be this much faster than rows, which keeps plans stable
+_LEAST_DEVICES = 4  # fewer are not tried: the server's part is small then
 
 
 class Extent(NamedTuple):
@@ -61,17 +74,74 @@ class LinearPlan:
     blocks: dict[Role, tuple[Block, ...]]
     seconds: dict[Role, float]
     """Predicted, from the first byte sent to the last byte received."""
+    moved_bytes: float
+    """Down and up, through the server."""
+    server_s: float = 0.0
+    """Time of the server's core."""
+
+    @property
+    def tasks(self) -> int:
+        return sum(len(blocks) for blocks in self.blocks.values())
+
+    @property
+    def devices_s(self) -> float:
+        return sum(self.seconds.values())
 
     @property
     def total_s(self) -> float:
-        return sum(self.seconds.values())
+        return self.devices_s + self.server_s
 
 
-def plan_linear(profiles: Profiles, linear: Linear, wire: WireFormat, *, search: bool = True) -> LinearPlan:
-    """Return the faster of both ways. Raises InfeasibleError if no device can hold even the smallest block.
+def plan_linear(
+    profiles: Profiles, linear: Linear, wire: WireFormat, *, server: Server | None = None, search: bool = True
+) -> LinearPlan:
+    """Return the fastest plan found. Raises InfeasibleError if no device can hold even the smallest block.
 
-    Without `search`, use rows wherever they fit: good enough for work that must be reassigned at once.
+    `server` says what tasks and bytes cost its core. Without `search`, use rows wherever they fit: good enough for work
+    that must be reassigned at once.
     """
+    server = server or Server()
+    if search and server.task_s + server.byte_s > 0:
+        profiles = _worthwhile(profiles, linear, wire, server)
+    return _charged(_faster_way(profiles, linear, wire, search=search), server)
+
+
+def _charged(plan: LinearPlan, server: Server) -> LinearPlan:
+    return replace(plan, server_s=plan.tasks * server.task_s + plan.moved_bytes * server.byte_s)
+
+
+def _worthwhile(profiles: Profiles, linear: Linear, wire: WireFormat, server: Server) -> Profiles:
+    """The devices that make the layer faster, the server's time for them included: all, or the best half, quarter, ...
+
+    Judged by the lower bounds of the products, with square blocks. All of them if memory does not hold a product at
+    once.
+    """
+    unit = unit_costs(_in_wire_bytes(profiles, wire), wire, Server())
+    largest = max(linear.gemms.values(), key=lambda gemm: gemm.m * gemm.n)
+    within_s = bound_2d(unit, largest, Server())
+    order = by_worth(unit, largest, within_s) if np.isfinite(within_s) else np.arange(0)
+    best_s, best = np.inf, np.arange(len(profiles))
+    count = len(order)
+    while count >= _LEAST_DEVICES:
+        chosen = order[:count]
+        total_s = sum(_least_s(unit.take(chosen), gemm, server) for gemm in linear.gemms.values())
+        if total_s < best_s:
+            best_s, best = total_s, np.sort(chosen)
+        count //= 2
+    return profiles.take(best)
+
+
+def _least_s(unit: UnitCosts, gemm: Gemm, server: Server) -> float:
+    """Lower bound of a product on these devices, plus the server's time for their tasks and bytes."""
+    bound_s = bound_2d(unit, gemm, Server())
+    if not np.isfinite(bound_s):
+        return bound_s
+    sides = np.sqrt(area_within(unit, bound_s, min(gemm.m, gemm.n), max(gemm.m, gemm.n), gemm.k))
+    moved_bytes = unit.wire_bytes * (2 * gemm.k * float(sides.sum()) + gemm.m * gemm.n)
+    return bound_s + len(unit) * server.task_s + moved_bytes * server.byte_s
+
+
+def _faster_way(profiles: Profiles, linear: Linear, wire: WireFormat, *, search: bool) -> LinearPlan:
     rows = _by_rows(profiles, linear, wire)
     if rows is not None and not search:
         return rows
@@ -124,6 +194,7 @@ def _by_rows(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPlan
         way="rows",
         blocks={role: tuple(cut) for role, cut in blocks.items()},
         seconds={role: float(taken[role][used].max()) for role in roles},
+        moved_bytes=sum(layer_bytes(linear, len(used), wire)),
     )
 
 
@@ -164,6 +235,7 @@ def _by_blocks(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPl
     room_bytes: list[float] = (profiles.memory_bytes / 2).tolist()  # the next block arrives while one is computed
     blocks: dict[Role, tuple[Block, ...]] = {}
     seconds: dict[Role, float] = {}
+    moved_bytes = 0.0
     for role, gemm in linear.gemms.items():
         plan = plan_gemm(scaled, gemm, wire=wire)
         tiling = plan.tiling
@@ -175,7 +247,13 @@ def _by_blocks(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPl
             for piece in fit(Block(names[int(device)], (r0, r1), (c0, c1), (k0, k1)), room_bytes[int(device)])
         )
         seconds[role] = plan.makespan_s
-    return LinearPlan(way="blocks", blocks=blocks, seconds=seconds)
+        moved_bytes += WIRE_BYTES[wire] * sum(_moved_numbers(block) for block in blocks[role])
+    return LinearPlan(way="blocks", blocks=blocks, seconds=seconds, moved_bytes=moved_bytes)
+
+
+def _moved_numbers(block: Block) -> int:
+    rows, cols, inner = (end - start for start, end in (block.rows, block.cols, block.inner))
+    return inner * (rows + cols) + rows * cols
 
 
 def fit(block: Block, memory_bytes: float) -> list[Block]:
