@@ -45,7 +45,7 @@ def main(given: dict[str, Any]) -> None:
                 "loss": loss.item(),
                 "server_cpu_s": time.process_time() - cpu_s,
                 "grain": status.grain,
-                "predicted_s": status.predicted_s,
+                "predicted_s": status.steps[-1].predicted_s if status.steps else None,
                 "links": {each.device: [each.down_bytes_per_s, each.up_bytes_per_s] for each in status.devices},
                 "flops_per_s": {each.device: each.flops_per_s for each in status.devices},
             }
