@@ -12,13 +12,16 @@ from tests.support.stacks import Builder
 from cleave.core.cost.demand import ShardDemand, shard_demand
 from cleave.core.cost.resident import seen_keys, shard_costs, sum_up
 from cleave.core.cost.terms import ALLOWANCE_BYTES, live_terms
+from cleave.core.cost.wire import DEVICE_BYTES
 from cleave.core.model.decoder import Attention, Decoder, Part, View
+from cleave.core.model.keeping import KEEPINGS, Keeping
 from cleave.core.model.shard import Shard, most_slices
 from cleave.core.model.sublayers import sublayers
 from cleave.device.kernels import NumpyKernel
 from cleave.device.programs.resident import make_task
 
 steady = settings(max_examples=60, deadline=None, derandomize=True)
+keepings = st.sampled_from(KEEPINGS)
 TILE_ROWS, TILES = 16, 3
 """The smallest tiles attention computes at once, however small a tile is configured."""
 
@@ -51,7 +54,7 @@ def shards(draw: st.DrawFn, decoder: Decoder) -> Shard:
 class Held:
     """A shard on a bench."""
 
-    def __init__(self, builder: Builder, decoder: Decoder, shard: Shard, rows: int) -> None:
+    def __init__(self, builder: Builder, decoder: Decoder, shard: Shard, rows: int, keeps: Keeping = "nothing") -> None:
         kernel = NumpyKernel()
         kernel.tile_elements = 1
         self.bench = Bench(kernel)
@@ -65,7 +68,11 @@ class Held:
 
         parts, head = shard.cut(decoder, name)
         targets = None if head is None else np.zeros((rows, 1), dtype=np.float32)
-        self.journey = Journey(bench=self.bench, parts=parts, head=head, is_slice=shard.is_slice, targets=targets)
+        self.keeps: Keeping = keeps if any(isinstance(part, Attention) for part in parts) else "nothing"
+        """A shard without attention has no state to keep anything in."""
+        self.journey = Journey(
+            bench=self.bench, parts=parts, head=head, is_slice=shard.is_slice, targets=targets, keeps=self.keeps
+        )
         self.x = np.ones((rows, decoder.hidden), dtype=np.float32)
         self.dy = np.ones((rows, decoder.hidden if head is None else 2), dtype=np.float32)
 
@@ -82,25 +89,57 @@ class Held:
         return self.bench.flops
 
 
-def law(demand: ShardDemand, direction: str, rows: int, chunk: int, *, is_silent: bool = False) -> float:
+def law(
+    demand: ShardDemand,
+    direction: str,
+    rows: int,
+    chunk: int,
+    *,
+    is_silent: bool = False,
+    keeps: Keeping = "nothing",
+) -> float:
     assert direction in ("forward", "backward")
     firsts = range(0, rows, chunk)
     return sum(
-        demand.flops(direction, first, min(chunk, rows - first), is_silent=is_silent)  # type: ignore[arg-type]
+        demand.flops(direction, first, min(chunk, rows - first), is_silent=is_silent, keeps=keeps)  # type: ignore[arg-type]
         for first in firsts
     )
 
 
 @steady
-@given(st.data(), st.integers(1, 9))
-def test_row_by_row_a_device_computes_exactly_the_flops_of_the_cost_law(data: st.DataObject, rows: int) -> None:
+@given(st.data(), st.integers(1, 9), keepings)
+def test_row_by_row_a_device_computes_exactly_the_flops_of_the_cost_law(
+    data: st.DataObject, rows: int, keeps: Keeping
+) -> None:
     builder, decoder = data.draw(models())
     shard = data.draw(shards(decoder))
-    held, demand = Held(builder, decoder, shard, rows), shard_demand(decoder, shard, rows)
-    assert held.forward_flops(1, is_silent=True)[0] == law(demand, "forward", rows, 1, is_silent=True)
+    held, demand = Held(builder, decoder, shard, rows, keeps), shard_demand(decoder, shard, rows)
+    silent, silent_state = held.forward_flops(1, is_silent=True)
+    assert silent == law(demand, "forward", rows, 1, is_silent=True)
+    assert held.backward_flops(1, silent_state) == law(demand, "backward", rows, 1), "nothing was kept"
     forward, state = held.forward_flops(1)
     assert forward == law(demand, "forward", rows, 1)
-    assert held.backward_flops(1, state) == law(demand, "backward", rows, 1)
+    assert held.backward_flops(1, state) == law(demand, "backward", rows, 1, keeps=held.keeps)
+
+
+@steady
+@given(st.data(), st.integers(1, 9), st.integers(1, 9), keepings)
+def test_a_state_takes_exactly_the_memory_of_the_cost_law(
+    data: st.DataObject, rows: int, chunk: int, keeps: Keeping
+) -> None:
+    builder, decoder = data.draw(models())
+    shard = data.draw(shards(decoder))
+    held, demand = Held(builder, decoder, shard, rows, keeps), shard_demand(decoder, shard, rows)
+    number = held.forward_flops(chunk)[1]
+    state = held.bench.store.state(number)
+    if state is None:
+        return
+    assert state.bytes == demand.state_bytes(held.keeps)
+    kept = [one for tape in state.tapes.values() for one in tape.kept]
+    arrays = [array for one in kept for array in (one.x, *one.inside) if array is not None]
+    assert sum(array.nbytes for array in arrays) == DEVICE_BYTES * rows * demand.kept_numbers(held.keeps)
+    held.backward_flops(chunk, number)
+    assert not state.tapes, "backward frees what it has used"
 
 
 @steady
@@ -163,12 +202,17 @@ def test_planner_and_server_count_the_same_for_a_shard(data: st.DataObject, chun
     for planned, exact in (
         (costs.params[0], demand.params),
         (costs.trained[0], demand.trained),
-        (costs.state_bytes[0], demand.state_bytes),
+        (costs.state_bytes[0], demand.state_bytes()),
         (costs.memory_bytes[0], demand.memory_bytes(chunk, 1, tables)),
+        *(
+            (costs.state_keeping(np.array([[index]]))[0, 0], demand.state_bytes(keeps))
+            for index, keeps in enumerate(KEEPINGS)
+        ),
     ):
         assert planned >= exact * (1 - 1e-12)
         assert shard.is_slice or planned == pytest.approx(exact, rel=1e-12)
     if not shard.is_slice:
-        rows = sequence * costs.flops_per_row[0]
-        both = demand.flops("forward", 0, sequence) + demand.flops("backward", 0, sequence)
-        assert rows == pytest.approx(both, rel=1e-12)
+        for index, keeps in enumerate(KEEPINGS):
+            rows = sequence * costs.flops_keeping(np.array([[index]]))[0, 0]
+            both = demand.flops("forward", 0, sequence) + demand.flops("backward", 0, sequence, keeps=keeps)
+            assert rows == pytest.approx(both, rel=1e-12)

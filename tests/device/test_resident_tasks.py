@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from tests.device.test_worker import joined
-from tests.support.device_bench import Bench, Journey, assert_close
+from tests.support.device_bench import Bench, Journey, Went, assert_close
 from tests.support.one_layer import CHUNK, HIDDEN, KEY_WIDTH, PLAIN, ROWS, Layer
 from tests.support.plain_parts import Maker
 
 from cleave.core.cost.resident import state_bytes
+from cleave.core.model.keeping import Keeping
 from cleave.device.kernels import NumpyKernel
 from cleave.device.programs.gemm import bands
 from cleave.device.programs.resident import make_task
@@ -63,6 +65,32 @@ def test_a_silently_rebuilt_state_gives_the_same_backward() -> None:
     assert_close(dx, expected.dx, 1e-6)
     for number in trained:
         assert_close(gradients[number], expected.gradients[number], 1e-6)
+
+
+@pytest.mark.parametrize("keeps", ["inputs", "all"])
+@pytest.mark.parametrize("chunk", [CHUNK, CHUNK - 1])
+def test_what_a_device_keeps_changes_nothing_but_the_work(keeps: Keeping, chunk: int) -> None:
+    """Also if backward is cut into other chunks than forward was: then what was kept does not fit, and is not used."""
+    layer = Layer()
+    trained = layer.maker.trained
+    found: list[Went] = []
+    for journey in (layer.journey, replace(layer.journey, keeps=keeps)):
+        state = layer.bench.number()
+        y = np.concatenate([layer.bench.done(unit) for unit in journey.forward(layer.x, CHUNK, state)])
+        found.append(Went(y, *journey.back(layer.x, layer.dy, chunk, trained, state)))
+    recomputed, kept = found
+    np.testing.assert_array_equal(kept.y, recomputed.y)
+    np.testing.assert_array_equal(kept.dx, recomputed.dx)
+    for number in trained:
+        np.testing.assert_array_equal(kept.gradients[number], recomputed.gradients[number])
+
+
+def test_units_of_a_sequence_agree_on_what_they_keep() -> None:
+    layer = Layer()
+    first, second, *_ = layer.forward()
+    layer.bench.done(msgspec.structs.replace(first, keeps="inputs"))
+    with pytest.raises(ProtocolError, match="kept"):
+        layer.bench.run(second)
 
 
 def test_a_task_waits_for_all_its_operands() -> None:

@@ -10,6 +10,7 @@ import numpy as np
 
 from cleave.core.model.batch import Matrix
 from cleave.core.model.decoder import Head, Part
+from cleave.core.model.keeping import Keeping
 from cleave.core.schedule.rectangles import Rectangle, total, within, without
 from cleave.device.kernels import Kernel, NumpyKernel
 from cleave.device.programs.resident import make_task
@@ -92,6 +93,7 @@ class Journey:
     mask: Matrix | None = None
     rotary: Matrix | None = None
     targets: Matrix | None = None
+    keeps: Keeping = "nothing"
 
     def go(self, x: Matrix, dy: Matrix, chunk: int, trained: Sequence[int]) -> Went:
         state = self.bench.number()
@@ -134,6 +136,7 @@ class Journey:
             "rotary": None if self.rotary is None else put(self.rotary),
             "rotary_row": first,
             "targets": None if self.targets is None else put(self.targets[first : first + chunk]),
+            "keeps": self.keeps,
         }
 
 

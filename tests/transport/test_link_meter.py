@@ -56,6 +56,14 @@ def test_short_frames_back_to_back_tell_the_rate() -> None:
     assert size_bytes / seconds == pytest.approx(2.5e6, rel=0.03)
 
 
+def test_frames_that_were_sent_one_at_a_time_do_not_make_a_link_look_slow() -> None:
+    meter, now_s = LinkMeter(), 0.0
+    for _ in range(50):
+        now_s = carry(meter, 128 << 10, now_s + 4e-3, 25e6)
+    size_bytes, seconds = meter.take()
+    assert size_bytes / seconds == pytest.approx(25e6, rel=1e-6)
+
+
 def test_what_was_taken_counts_once() -> None:
     meter = LinkMeter()
     carry(meter, 1 << 20, 0.0, 1e6)

@@ -6,7 +6,7 @@ exceed the cap or arrives out of order, so a faulty server cannot take more of a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cleave.core.cost.resident import state_bytes
 from cleave.core.cost.wire import DEVICE_BYTES
@@ -50,21 +50,46 @@ class KVCache:
     value_gradients: Array = None
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What forward kept of some rows in one sublayer."""
+
+    x: Array
+    """Its input; None of the first sublayer, whose input is an operand."""
+    inside: tuple[Array, ...] = ()
+    """What its own backward would otherwise recompute; empty if that was not kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tape:
+    """What forward kept of one chunk."""
+
+    rows: int
+    shard: object
+    """The shard that it went through."""
+    kept: tuple[Kept, ...]
+    """An entry per sublayer; empty if nothing was computed."""
+
+
 @dataclass(slots=True)
 class State:
-    """Keys and values of one sequence, and its progress forward and backward."""
+    """Keys and values of one sequence, what forward kept for backward, and its progress in both directions."""
 
     kv_widths: tuple[int, ...]
     sequence: int
+    kept_numbers: int
+    """Numbers per row that forward may keep."""
     caches: tuple[KVCache, ...]
     forward_rows: int
     """Leading rows already processed forward."""
     backward_row: int
     """First of the trailing rows already processed backward; negative while a backward task runs or after it failed."""
+    tapes: dict[int, Tape] = field(default_factory=lambda: dict[int, Tape]())
+    """What was kept of each chunk, by its first row."""
 
     @property
     def bytes(self) -> int:
-        return state_bytes(self.kv_widths, self.sequence)
+        return state_bytes(self.kv_widths, self.sequence, self.kept_numbers)
 
     def open_gradients(self, kernel: Kernel) -> None:
         """Allocate zeroed key and value gradients, unless an earlier backward task did."""
@@ -128,10 +153,10 @@ class OperandStore:
     def state(self, number: int) -> State | None:
         return self._states.get(number)
 
-    def make_state(self, number: int, kv_widths: tuple[int, ...], sequence: int) -> State:
-        self._claim(number, state_bytes(kv_widths, sequence))
+    def make_state(self, number: int, kv_widths: tuple[int, ...], sequence: int, kept_numbers: int = 0) -> State:
+        self._claim(number, state_bytes(kv_widths, sequence, kept_numbers))
         caches = tuple(KVCache(self._zeros(sequence, width), self._zeros(sequence, width)) for width in kv_widths)
-        self._states[number] = State(kv_widths, sequence, caches, 0, sequence)
+        self._states[number] = State(kv_widths, sequence, kept_numbers, caches, 0, sequence)
         self.used_bytes += self._states[number].bytes
         return self._states[number]
 

@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from cleave.core.model.decoder import Head, Part, weights_of
+from cleave.core.model.keeping import Keeping
 
 Layout = Literal["nt", "nn", "tn"]
 """How the stored operands enter the product: nt A B^T, nn A B, tn A^T B. Neither side ever makes a transposed copy."""
@@ -57,6 +58,9 @@ class _Unit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rotary_row: int = 0
     targets: int | None = None
     """With a head, rows x 1: index of the target token, negative where there is none."""
+    keeps: Keeping = "nothing"
+    """What forward keeps in the state for backward, the same in every unit of a sequence. What is missing there is
+    recomputed, so that results do not depend on it."""
 
 
 class Forward(_Unit, frozen=True, kw_only=True, omit_defaults=True, tag_field="program", tag="forward"):
@@ -67,7 +71,7 @@ class Forward(_Unit, frozen=True, kw_only=True, omit_defaults=True, tag_field="p
 
 
 class Backward(_Unit, frozen=True, kw_only=True, omit_defaults=True, tag_field="program", tag="backward"):
-    """Return dx, rows x hidden, or 1 x 1 without `wants_dx`; recomputes intermediate values from x."""
+    """Return dx, rows x hidden, or 1 x 1 without `wants_dx`; recomputes from x what forward did not keep."""
 
     dy: int
     """rows x hidden; with a head rows x 2: logsumexp over the whole vocabulary, and the row's dloss."""

@@ -15,8 +15,7 @@ BURST_BYTES = 64 << 10
 TELLING_BYTES = 32 << 10
 """Bytes that tell a rate by themselves."""
 _CLOSE_S = 1e-3
-_CLOSE_SHARE, _CLOSE_MOST_S = 0.1, 0.02
-"""A frame follows closely if the gap is short, or a small part of the train so far."""
+"""Longest gap before a frame that follows closely."""
 
 
 class Sustained(NamedTuple):
@@ -31,16 +30,15 @@ NOTHING = Sustained(0, 0.0)
 
 class LinkMeter:
     def __init__(self) -> None:
-        self._began_s = self._last_s = float("-inf")
+        self._last_s = float("-inf")
         self._train_bytes = 0
         self._size_bytes, self._seconds = 0, 0.0
 
     def arrived(self, size_bytes: int, now_s: float, *, is_continued: bool) -> None:
         """Count bytes; `is_continued` says that they belong to a frame that had begun to arrive before."""
         gap_s = now_s - self._last_s
-        close_s = max(_CLOSE_S, min(_CLOSE_SHARE * (self._last_s - self._began_s), _CLOSE_MOST_S))
-        if not (is_continued or gap_s <= close_s):
-            self._began_s, self._train_bytes = now_s, 0
+        if not (is_continued or gap_s <= _CLOSE_S):
+            self._train_bytes = 0
         elif self._train_bytes >= BURST_BYTES:
             self._size_bytes += size_bytes
             self._seconds += gap_s

@@ -47,7 +47,7 @@ def test_shards_on_one_device_share_its_room_for_sequences(
 ) -> None:
     alone = demand.sequences_within(memory_bytes, chunk, 0, 1 << 20)
     shared = demand.sequences_within(memory_bytes, chunk, 0, 1 << 20, shards=shards)
-    assert shared == (alone // shards if demand.state_bytes else alone)
+    assert shared == (alone // shards if demand.state_bytes() else alone)
 
 
 @pytest.mark.parametrize("sublayer", range(5))

@@ -16,6 +16,7 @@ from cleave.core.cost.resident import shard_costs, sum_up
 from cleave.core.cost.terms import lean_terms
 from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Profiles
+from cleave.core.model.keeping import KEEPINGS
 from cleave.core.model.shapes import named
 from cleave.core.model.sublayers import sublayers_of
 from cleave.core.plan.resident.few_devices import plan_few
@@ -70,16 +71,17 @@ def check(plan: ModelPlan, fleet: Profiles) -> None:
                 of, *(np.array([x]) for x in (stage.first, stage.count, len(stage.columns))), chunk=chunk
             )
             for _, holdings in stage.columns:
-                for name, sequences in holdings:
-                    device = places[name]
+                for name, sequences, keeps in holdings:
+                    device, level = places[name], np.array([[KEEPINGS.index(keeps)]])
                     rows = sequences * plan.sequence
-                    assert held.memory_bytes[0] <= fleet.memory_bytes[device]
+                    kept_bytes = held.state_keeping(level)[0, 0] - held.state_bytes[0]
+                    assert held.memory_bytes[0] + kept_bytes <= fleet.memory_bytes[device]
                     if held.takes_sequences[0]:
                         assert sequences == pytest.approx(round(sequences))
                     busy_s = max(
                         rows * held.down_bytes_per_row[0] / fleet.down_bytes_per_s[device],
                         rows * held.up_bytes_per_row[0] / fleet.up_bytes_per_s[device],
-                        rows * held.flops_per_row[0] / fleet.flops_per_s[device],
+                        rows * held.flops_keeping(level)[0, 0] / fleet.flops_per_s[device],
                     )
                     assert busy_s <= (part.plan.busiest_s - part.synchronisation_s) * (1 + 1e-9)
                     number_s = max(number_s, float(held.sync_up_bytes[0]) / fleet.up_bytes_per_s[device])

@@ -15,6 +15,7 @@ from cleave.core.cost.rates import Server
 from cleave.core.cost.resident import compute_s_per_row, shard_costs, sum_up
 from cleave.core.cost.terms import live_terms
 from cleave.core.fleet.profiles import Profiles
+from cleave.core.model.keeping import KEEPINGS
 from cleave.core.model.sublayers import Sublayer, SublayerKind
 from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import Draft, Problem, ResidentPlan, judge
@@ -156,9 +157,10 @@ def test_devices_of_one_machine_are_no_faster_than_its_cores() -> None:
 
     def compute_s(plan: ResidentPlan) -> float:
         of = sum_up(model(4), hidden=H, sequence=S, terms=live_terms("bf16"))
-        one = np.arange(len(of))  # shards of one sublayer recompute least
+        one = np.arange(len(of))
         costs = shard_costs(of, one, np.ones_like(one), np.ones_like(one), chunk=plan.chunk)
-        return 16 * S * float(compute_s_per_row(costs, equal(1, link=1e9), plan.chunk, of.terms).sum())
+        everything = np.full((len(of), 1), KEEPINGS.index("all"))  # devices that keep it recompute least
+        return 16 * S * float(compute_s_per_row(costs, equal(1, link=1e9), plan.chunk, of.terms, everything).sum())
 
     assert of(4.0).step_s == of(inf).step_s
     assert of(1.0).step_s >= compute_s(of(1.0))

@@ -411,3 +411,17 @@ def test_a_fast_newcomer_is_soon_believed() -> None:
     for _ in range(20):
         roster.observe("gpu", replace(WORK, flops=1e11, compute_s=0.01), 1.0)
     assert member.flops.value > 9e12
+
+
+def test_a_download_that_began_before_any_task_does_not_change_a_rate() -> None:
+    """As of a newcomer's probe, whose bytes its first result reports too."""
+    roster = Roster()
+    member = join(roster, "ann")
+    before = member.down.value
+    seen = Observation(
+        flops=1e9, compute_s=0.1, down_bytes=int(before), down_s=1.0, up_bytes=0, up_s=0.0, payload_bytes=0
+    )
+    roster.observe(member.name, seen.bounded(Elapsed(longest_s=0.5, late_s=0.0), 1e9), 1.0)
+    assert member.down.value == before
+    roster.observe(member.name, replace(seen, down_s=0.25).bounded(Elapsed(longest_s=0.5, late_s=0.0), 1e9), 1.0)
+    assert member.down.value > 2 * before

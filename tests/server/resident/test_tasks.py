@@ -79,7 +79,7 @@ class Layout:
             format="fp32",
             operands=operands,
             ids=itertools.count(1),
-            goes_back=True,
+            course="both",
         )
         self.pipeline = Pipeline(stages, sequences=batch.sequences, chunks=activations.chunks, course="both")
 

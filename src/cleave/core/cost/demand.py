@@ -13,6 +13,7 @@ from cleave.core.cost.resident import (
     backward_flops,
     forward_flops,
     inside_numbers,
+    kept_numbers,
     memory_bytes,
     moved_bytes,
     seen_keys,
@@ -23,6 +24,7 @@ from cleave.core.cost.terms import Terms, live_terms
 from cleave.core.cost.wire import DEVICE_BYTES
 from cleave.core.model.batch import Batch, Direction
 from cleave.core.model.decoder import Decoder
+from cleave.core.model.keeping import Keeping
 from cleave.core.model.shard import Shard
 from cleave.core.model.sublayers import sublayers
 
@@ -34,13 +36,17 @@ class ShardDemand:
     hidden: int
     sequence: int
     terms: Terms
+    sublayers: int
     parts: int
+    """sublayers without the head"""
     params: int
     trained: int
     """numbers with a gradient; 0 if no gradients are computed"""
     kv_width: int
     inside: float
     """numbers at work per row inside the widest sublayer"""
+    kept_inside: int
+    """numbers per row inside all sublayers that can be kept for backward"""
     products: Products
     """with weights only: products of scores depend on a row's position"""
     rebuilt_products: int
@@ -51,10 +57,14 @@ class ShardDemand:
     def trained_bytes(self) -> int:
         return int(self.terms.accumulator_bytes * self.trained)
 
-    @property
-    def state_bytes(self) -> int:
+    def kept_numbers(self, keeps: Keeping) -> int:
+        """Numbers per row that are kept for backward."""
+        return int(kept_numbers(keeps, hidden=self.hidden, sublayers=self.sublayers, inside=self.kept_inside))
+
+    def state_bytes(self, keeps: Keeping = "nothing") -> int:
         """Bytes per open sequence."""
-        return int(sequence_bytes(self.terms.state_bytes, self.kv_width, self.sequence))
+        kept = self.terms.working_bytes * self.sequence * self.kept_numbers(keeps)
+        return int(sequence_bytes(self.terms.state_bytes, self.kv_width, self.sequence) + kept)
 
     def workspace_bytes(self, rows: int) -> int:
         """Bytes of a unit on top of its operands."""
@@ -63,7 +73,7 @@ class ShardDemand:
             workspace_bytes(self.terms, rows, parts=self.parts, hidden=self.hidden, inside=self.inside, keys=keys)
         )
 
-    def memory_bytes(self, chunk: int, open_sequences: int, tables_bytes: int) -> int:
+    def memory_bytes(self, chunk: int, open_sequences: int, tables_bytes: int, keeps: Keeping = "nothing") -> int:
         """Bytes of the whole shard with the given number of open sequences and one chunk at work."""
         rows = min(chunk, self.sequence)
         return int(
@@ -71,14 +81,22 @@ class ShardDemand:
                 self.terms,
                 params=self.params,
                 trained=self.trained,
-                states=open_sequences * self.state_bytes,
+                states=open_sequences * self.state_bytes(keeps),
                 workspace=self.workspace_bytes(rows),
                 moved=moved_bytes(self.terms, rows, self.hidden),
                 tables=tables_bytes,
             )
         )
 
-    def sequences_within(self, room_bytes: int, chunk: int, tables_bytes: int, most: int, shards: int = 1) -> int:
+    def sequences_within(
+        self,
+        room_bytes: int,
+        chunk: int,
+        tables_bytes: int,
+        most: int,
+        shards: int = 1,
+        keeps: Keeping = "nothing",
+    ) -> int:
         """How many sequences, up to `most`, can be open in the given memory; 0 also if the shard does not fit.
 
         Several `shards` on one device divide the memory left for open sequences equally.
@@ -86,9 +104,18 @@ class ShardDemand:
         left = room_bytes - self.memory_bytes(chunk, 0, tables_bytes)
         if left < 0:
             return 0
-        return min(most, left // (self.state_bytes * shards)) if self.state_bytes else most
+        each = self.state_bytes(keeps)
+        return min(most, left // (each * shards)) if each else most
 
-    def flops(self, direction: Direction, first_row: int, rows: int, *, is_silent: bool = False) -> float:
+    def flops(
+        self,
+        direction: Direction,
+        first_row: int,
+        rows: int,
+        *,
+        is_silent: bool = False,
+        keeps: Keeping = "nothing",
+    ) -> float:
         """FLOPs of a unit: some rows of a sequence in one direction; a silent forward only recomputes K and V."""
         whole = passed = rebuilt = 0.0
         for window, width, passed_width, rebuilt_width in self.scores:
@@ -96,7 +123,7 @@ class ShardDemand:
             whole, passed, rebuilt = whole + width * keys, passed + passed_width * keys, rebuilt + rebuilt_width * keys
         row = self.products._replace(scores=whole, passed_scores=passed)
         if direction == "backward":
-            return float(rows * backward_flops(row))
+            return float(rows * backward_flops(row, keeps))
         if is_silent:
             row = row._replace(weights=self.rebuilt_products, scores=rebuilt)
         return float(rows * forward_flops(row))
@@ -127,11 +154,13 @@ def shard_demand(decoder: Decoder, shard: Shard, sequence: int, *, is_trained: b
         hidden=decoder.hidden,
         sequence=sequence,
         terms=terms,
+        sublayers=len(of),
         parts=sum(sublayer.kind != "head" for sublayer in of),
         params=sum(sublayer.params for sublayer in of),
         trained=sum(sublayer.trained for sublayer in of),
         kv_width=sum(sublayer.kv_width for sublayer in of),
         inside=max(inside_numbers(sublayer, terms) for sublayer in of),
+        kept_inside=sum(sublayer.inside for sublayer in of),
         products=Products(
             weights=sum(sublayer.products for sublayer in of),
             gradients=sum(sublayer.gradient_products for sublayer in of),
@@ -139,6 +168,7 @@ def shard_demand(decoder: Decoder, shard: Shard, sequence: int, *, is_trained: b
             passed=sum(sublayer.passed_products for sublayer in of[:-1]),
             scores=0.0,
             passed_scores=0.0,
+            logits=sum(sublayer.products for sublayer in of if sublayer.kind == "head"),
         ),
         rebuilt_products=sum(sublayer.products for sublayer in of[: last + 1]) - of[last].passed_products
         if attentions

@@ -19,7 +19,9 @@ import numpy as np
 
 from cleave.core.cost.rates import Real, thin_effort
 from cleave.core.cost.terms import STATE_NUMBER_BYTES, Terms
+from cleave.core.cost.wire import DEVICE_BYTES
 from cleave.core.fleet.profiles import Bools, Floats, Ints, Profiles
+from cleave.core.model.keeping import KEEPINGS, Keeping
 from cleave.core.model.sublayers import Sublayer
 
 TARGET_BYTES = 4
@@ -44,6 +46,8 @@ class Products(NamedTuple):
     """one product of scores: q width x keys seen"""
     passed_scores: Real
     """the same, in attentions that are recomputed to get later inputs"""
+    logits: Real = 0.0
+    """part of `rebuilt` that is recomputed whatever a device keeps"""
 
 
 def forward_flops(of: Products) -> Real:
@@ -51,13 +55,32 @@ def forward_flops(of: Products) -> Real:
     return 2 * (of.weights + 2 * of.scores)
 
 
-def backward_flops(of: Products) -> Real:
-    """FLOPs per row: input gradients, weight gradients, and recomputation.
+def backward_flops(of: Products, keeps: Keeping = "nothing") -> Real:
+    """FLOPs per row: input gradients, weight gradients, and recomputation of what was not kept.
 
-    Six products of scores: scores and contexts again, and the gradients of V, of the scores, of Q and of K.
+    Six products of scores: scores and contexts again, and the gradients of V, of the scores, of Q and of K; kept
+    contexts spare one.
     """
-    again = of.rebuilt + of.passed + 2 * of.passed_scores
-    return 2 * (of.weights + of.gradients + again + 6 * of.scores)
+    match keeps:
+        case "nothing":
+            again = of.rebuilt + of.passed + 2 * of.passed_scores + 6 * of.scores
+        case "inputs":
+            again = of.rebuilt + 6 * of.scores
+        case "all":
+            again = of.logits + 5 * of.scores
+    return 2 * (of.weights + of.gradients + again)
+
+
+def kept_numbers(keeps: Keeping, *, hidden: int, sublayers: Real, inside: Real) -> Real:
+    """Numbers per row that a device keeps for backward besides K and V; the first sublayer's input is an operand."""
+    inputs = hidden * (sublayers - 1)
+    match keeps:
+        case "nothing":
+            return 0 * inputs
+        case "inputs":
+            return inputs
+        case "all":
+            return inputs + inside
 
 
 def seen_keys(first_row: int, rows: int, window: int | None = None) -> float:
@@ -71,9 +94,9 @@ def sequence_bytes(number_bytes: float, kv_width: Real, sequence: int) -> Real:
     return number_bytes * sequence * kv_width
 
 
-def state_bytes(kv_widths: Sequence[int], sequence: int) -> int:
-    """Bytes of an open sequence on a live device, given the width of K in each attention."""
-    return int(sequence_bytes(STATE_NUMBER_BYTES, sum(kv_widths), sequence))
+def state_bytes(kv_widths: Sequence[int], sequence: int, kept: int = 0) -> int:
+    """Bytes of an open sequence on a live device, given the width of K in each attention and `kept_numbers`."""
+    return int(sequence_bytes(STATE_NUMBER_BYTES, sum(kv_widths), sequence)) + DEVICE_BYTES * sequence * kept
 
 
 def workspace_bytes(terms: Terms, rows: Real, *, parts: Real, hidden: int, inside: Real, keys: Real) -> Real:
@@ -101,14 +124,16 @@ def effective_flops_per_s(flops_per_s: Floats, chunk: int, terms: Terms) -> Floa
     return 1 / (1 / flops_per_s + read_s / (2 * chunk))
 
 
-def compute_s_per_row(of: ShardCosts, profiles: Profiles, chunk: int, terms: Terms) -> Floats:
+def compute_s_per_row(
+    of: ShardCosts, profiles: Profiles, chunk: int, terms: Terms, keeps: Ints | None = None
+) -> Floats:
     """[shard, device]: seconds of a device's processor per row, forward and backward.
 
-    A chunk is a task each way, whose fixed cost its rows share; every byte moved is handled once.
+    A chunk is a task each way, whose fixed cost its rows share; every byte moved is handled once. `keeps` has an index
+    into KEEPINGS for every shard and device; without it, devices keep nothing.
     """
-    return task_s_per_row(of, profiles, chunk) + of.flops_per_row[:, None] / effective_flops_per_s(
-        profiles.flops_per_s, chunk, terms
-    )
+    flops = of.flops_per_row[:, None] if keeps is None else of.flops_keeping(keeps)
+    return task_s_per_row(of, profiles, chunk) + flops / effective_flops_per_s(profiles.flops_per_s, chunk, terms)
 
 
 def task_s_per_row(of: ShardCosts, profiles: Profiles, chunk: int) -> Floats:
@@ -164,7 +189,7 @@ class SublayerSums:
 
 _SUMMED = (
     "params", "trained", "undivided", "undivided_trained", "kv_width", "products", "gradient_products",
-    "rebuilt_products", "passed_products", "scores", "heads",
+    "rebuilt_products", "passed_products", "inside", "scores", "heads",
 )  # fmt: skip
 
 
@@ -200,7 +225,11 @@ class ShardCosts:
     params: Floats
     trained: Floats
     flops_per_row: Floats
-    """forward and backward"""
+    """forward and backward, if devices keep nothing"""
+    spared_flops_per_row: Floats
+    """[shard, keeping]: what a device does not recompute"""
+    kept_bytes: Floats
+    """[shard, keeping]: memory for that, per open sequence"""
     forward_flops_per_row: Floats
     down_bytes_per_row: Floats
     up_bytes_per_row: Floats
@@ -219,6 +248,14 @@ class ShardCosts:
 
     def __len__(self) -> int:
         return len(self.params)
+
+    def flops_keeping(self, keeps: Ints) -> Floats:
+        """[shard, device]: `flops_per_row` of devices that keep so much."""
+        return self.flops_per_row[:, None] - np.take_along_axis(self.spared_flops_per_row, keeps, axis=1)
+
+    def state_keeping(self, keeps: Ints) -> Floats:
+        """[shard, device]: `state_bytes` of devices that keep so much."""
+        return self.state_bytes[:, None] + np.take_along_axis(self.kept_bytes, keeps, axis=1)
 
     def take(self, chosen: Ints) -> ShardCosts:
         return ShardCosts(**{name: getattr(self, name)[chosen] for name in ShardCosts.__slots__})
@@ -241,6 +278,7 @@ def shard_costs(of: SublayerSums, first: Ints, count: Ints, slices: Ints, *, chu
         passed=0.0 if is_once else part * (run["passed_products"] - last["passed_products"]),
         scores=part * run["scores"],
         passed_scores=0.0 if is_once else part * (run["scores"] - last["scores"]),
+        logits=part * last["products"] * last["heads"],
     )
     has_head, has_attention, has_dx = run["heads"] > 0, run["scores"] > 0, (first > 0) | of.wants_dx
     states = sequence_bytes(terms.state_bytes, part * run["kv_width"], sequence)
@@ -253,11 +291,17 @@ def shard_costs(of: SublayerSums, first: Ints, count: Ints, slices: Ints, *, chu
         keys=np.where(has_attention, sequence, 0),
     )
     row_bytes = hidden * terms.activation_bytes
-    forward = np.asarray(forward_flops(products))
+    forward, backward = np.asarray(forward_flops(products)), np.asarray(backward_flops(products))
+    kept = [
+        np.asarray(kept_numbers(keeps, hidden=hidden, sublayers=count.astype(np.float64), inside=part * run["inside"]))
+        for keeps in KEEPINGS
+    ]
     return ShardCosts(
         params=params,
         trained=trained,
-        flops_per_row=forward + backward_flops(products),
+        flops_per_row=forward + backward,
+        spared_flops_per_row=np.stack([backward - backward_flops(products, keeps) for keeps in KEEPINGS], axis=1),
+        kept_bytes=terms.working_bytes * sequence * np.stack(kept, axis=1),
         forward_flops_per_row=forward,
         down_bytes_per_row=row_bytes + np.where(has_head, TARGET_BYTES + LOGSUMEXP_BYTES, row_bytes),
         up_bytes_per_row=np.where(has_dx, row_bytes, 0) + np.where(has_head, LOGSUMEXP_BYTES, row_bytes),

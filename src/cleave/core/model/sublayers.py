@@ -41,6 +41,9 @@ class Sublayer:
     undivided: int = 0
     """part of `params` that every slice holds in full: norms, biases of summed outputs"""
     undivided_trained: int = 0
+    inside: int = 0
+    """numbers per row that, if kept, spare `rebuilt_products`: queries and contexts, both sides of a gate; 0 for the
+    head, whose logits are too many to keep"""
     window: int | None = None
     """attention: maximum number of keys a row sees"""
 
@@ -69,6 +72,7 @@ def sublayers_of(shape: ModelShape, *, trained: bool = True) -> tuple[Sublayer, 
         gradient_products=share * products + int(trained) * adapters,
         rebuilt_products=query,
         passed_products=2 * query,
+        inside=2 * shape.q_width,
         undivided=norm + shape.hidden * shape.out_bias + 4 * shape.adapter_rank * shape.hidden,
         undivided_trained=share * (norm + shape.hidden * shape.out_bias) + 4 * lora,
     )
@@ -85,6 +89,7 @@ def sublayers_of(shape: ModelShape, *, trained: bool = True) -> tuple[Sublayer, 
         gradient_products=share * products + int(trained) * adapters,
         rebuilt_products=products - side,
         passed_products=products + adapters,
+        inside=(maps - 1) * shape.ffn,
         undivided=norm + shape.hidden * shape.mlp_bias + maps * shape.adapter_rank * shape.hidden,
         undivided_trained=share * (norm + shape.hidden * shape.mlp_bias) + maps * lora,
     )
@@ -100,6 +105,7 @@ def sublayers_of(shape: ModelShape, *, trained: bool = True) -> tuple[Sublayer, 
         gradient_products=share * shape.head_gemm_params,
         rebuilt_products=shape.head_gemm_params,
         passed_products=0,
+        inside=0,
         undivided=shape.final_norm_params,
         undivided_trained=share * shape.final_norm_params,
     )
@@ -129,13 +135,13 @@ def _sublayer(decoder: Decoder, shard: Shard, *, is_trained: bool) -> Sublayer:
     weights = weights_of(sublayer)
     match sublayer:
         case Attention():
-            kind, widest, summed = "attention", sublayer.q, sublayer.o
+            kind, widest, summed, kept = "attention", sublayer.q, sublayer.o, 2
             rebuilt, passed = counted.products(sublayer.q), counted.products(sublayer.q) + counted.products(sublayer.o)
         case Mlp():
-            kind, widest, summed = "mlp", sublayer.up, sublayer.down
+            kind, widest, summed, kept = "mlp", sublayer.up, sublayer.down, len(weights) - 1
             rebuilt, passed = sum(counted.products(w) for w in weights[:-1]), sum(counted.products(w) for w in weights)
         case Head():
-            kind, widest, summed = "head", sublayer.weight, None
+            kind, widest, summed, kept = "head", sublayer.weight, None, 0
             rebuilt, passed = counted.products(sublayer.weight), 0
     undivided = counted.undivided(sublayer, summed)
     distinct = {view: number for number, view in enumerate(views)}.values()
@@ -150,6 +156,7 @@ def _sublayer(decoder: Decoder, shard: Shard, *, is_trained: bool) -> Sublayer:
         gradient_products=sum(counted.gradient_products(weight) for weight in weights),
         rebuilt_products=rebuilt,
         passed_products=passed,
+        inside=kept * counted.out_width(widest),
         undivided=sum(views[number].area for number in undivided),
         undivided_trained=sum(views[number].area for number in undivided if trained[number]),
         window=sublayer.window if isinstance(sublayer, Attention) else None,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
+from cleave.core.model.keeping import Keeping
 from cleave.core.model.shard import Shard
 from cleave.core.schedule.soonest import Soonest
 from cleave.core.schedule.tasks import DeviceId
@@ -22,6 +23,8 @@ class Desk:
     device: DeviceId
     slots: int
     speed: float
+    keeps: Keeping = "nothing"
+    """For backward."""
     open: int = 0
 
     @property

@@ -123,16 +123,19 @@ class Observation:
     def bounded(self, elapsed: Elapsed, flops: float) -> Observation:
         """Replace reported seconds that the server's clock contradicts; `flops` is what the result should have taken.
 
-        No duration is longer than was observed. If the result is late, all of the time it took is accounted for, as
-        compute or, for a result without any, as sending it: whatever the device claims, it was that slow.
+        No duration is longer than was observed. A download that took longer began before any task did, as a newcomer's
+        probe, so it cannot be judged and does not count. If the result is late, all of the time it took is accounted
+        for, as compute or, for a result without any, as sending it: whatever the device claims, it was that slow.
         """
         compute_s, down_s = _within(self.compute_s, elapsed.longest_s), _within(self.down_s, elapsed.longest_s)
+        down_bytes = self.down_bytes if self.down_s <= elapsed.longest_s else 0
+        seen = replace(self, compute_s=compute_s, down_bytes=down_bytes, down_s=down_s)
         missing_s = elapsed.late_s - (compute_s + down_s + self.up_s)
         if missing_s <= 0:
-            return replace(self, compute_s=compute_s, down_s=down_s)
+            return seen
         if flops > 0:
-            return replace(self, flops=flops, compute_s=compute_s + missing_s, down_s=down_s)
-        return replace(self, compute_s=compute_s, down_s=down_s, up_s=self.up_s + missing_s)
+            return replace(seen, flops=flops, compute_s=compute_s + missing_s)
+        return replace(seen, up_s=self.up_s + missing_s)
 
 
 def _within(reported_s: float, longest_s: float) -> float:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from cleave.core.model.decoder import Attention, Weight
 from cleave.device.kernels import Array
 from cleave.device.programs.linear import (
+    Inside,
     Scope,
     add_gradients,
     apply,
@@ -46,8 +47,13 @@ def fill_cache(scope: Scope, part: Attention, cache: KVCache, x: Array) -> None:
     _fill_cache(scope, part, cache, normalize(scope, part.norm, x).y)
 
 
-def forward(scope: Scope, part: Attention, cache: KVCache, x: Array, *, fills_cache: bool) -> Array:
-    """Compute f(norm(x)). Without `fills_cache`, the cache already holds the keys and values of these rows."""
+def forward(
+    scope: Scope, part: Attention, cache: KVCache, x: Array, *, fills_cache: bool, keeps: bool = False
+) -> tuple[Array, Inside]:
+    """Compute f(norm(x)); return it and, if asked, the queries and contexts that backward would recompute.
+
+    Without `fills_cache`, the cache already holds the keys and values of these rows.
+    """
     normed = normalize(scope, part.norm, x).y
     if fills_cache:
         _fill_cache(scope, part, cache, normed)
@@ -61,16 +67,17 @@ def forward(scope: Scope, part: Attention, cache: KVCache, x: Array, *, fills_ca
             _put_tile(
                 context, group, band, group_size, scope.kernel.ops.matmul(probabilities, values[group, band.keys])
             )
-    return apply(scope, part.o, _merge_heads(context))
+    return apply(scope, part.o, _merge_heads(context)), (queries, context) if keeps else ()
 
 
-def backward(scope: Scope, part: Attention, cache: KVCache, x: Array, dy: Array) -> Array:
-    """Return dx of f(norm(x)), recomputing queries and scores."""
-    matmul = scope.kernel.ops.matmul
+def backward(scope: Scope, part: Attention, cache: KVCache, x: Array, dy: Array, kept: Inside = ()) -> Array:
+    """Return dx of f(norm(x)), recomputing scores, and queries and contexts unless they were kept."""
+    ops, matmul = scope.kernel.ops, scope.kernel.ops.matmul
     normed = normalize(scope, part.norm, x)
-    queries = _queries(scope, part, normed.y)
+    queries = kept[0] if kept else _queries(scope, part, normed.y)
+    context = kept[1] if kept else ops.empty_like(queries)
     d_context = _split_heads(scope, part, input_gradient(scope, part.o, dy), is_rotated=False)
-    context, d_queries = scope.kernel.ops.empty_like(queries), scope.kernel.ops.empty_like(queries)
+    d_queries = ops.empty_like(queries)
     keys, values, d_keys, d_values = (
         _by_head(part, stored) for stored in (cache.keys, cache.values, cache.key_gradients, cache.value_gradients)
     )
@@ -82,12 +89,11 @@ def backward(scope: Scope, part: Attention, cache: KVCache, x: Array, dy: Array)
             q = _tile(queries, group, band, group_size)
             probabilities = _probabilities(scope, q, keys[visible], bias)
             d_out = _tile(d_context, group, band, group_size)
-            out = matmul(probabilities, values[visible])
-            _put_tile(context, group, band, group_size, out)
+            if not kept:
+                _put_tile(context, group, band, group_size, matmul(probabilities, values[visible]))
             d_values[visible] += matmul(probabilities.swapaxes(1, 2), d_out)
-            out *= d_out
             d_scores = matmul(d_out, values[visible].swapaxes(1, 2))
-            d_scores -= out.sum(axis=2, keepdims=True)
+            d_scores -= (_tile(context, group, band, group_size) * d_out).sum(axis=2, keepdims=True)
             d_scores *= probabilities
             _put_tile(d_queries, group, band, group_size, matmul(d_scores, keys[visible]))
             d_keys[visible] += matmul(d_scores.swapaxes(1, 2), q)
@@ -118,11 +124,16 @@ def fill_cache_flops(scope: Scope, part: Attention) -> float:
     return 2.0 * scope.rows * (forward_macs(scope, part.k) + forward_macs(scope, part.v))
 
 
-def backward_flops(scope: Scope, part: Attention) -> float:
+def backward_flops(scope: Scope, part: Attention, *, is_kept: bool = False) -> float:
     weights = part.q, part.k, part.v, part.o
-    macs = forward_macs(scope, part.q)
+    macs = 0 if is_kept else forward_macs(scope, part.q)
     macs += sum(forward_macs(scope, weight) + gradient_macs(scope, weight) for weight in weights)
-    return 2.0 * (scope.rows * macs + 6 * _score_macs(scope, part))
+    return 2.0 * (scope.rows * macs + (5 if is_kept else 6) * _score_macs(scope, part))
+
+
+def kept_numbers(scope: Scope, part: Attention) -> int:
+    """Numbers per row that can be kept for backward."""
+    return 2 * out_width(scope, part.q)
 
 
 def workspace_elements(scope: Scope, part: Attention) -> int:

@@ -13,6 +13,9 @@ from typing import NamedTuple
 from cleave.core.model.decoder import Norm, Weight
 from cleave.device.kernels import Array, Kernel
 
+Inside = tuple[Array, ...]
+"""What a sublayer's forward may keep for its backward; empty if it did not."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:

@@ -7,6 +7,7 @@ import math
 from cleave.core.model.decoder import Activation, Mlp, Weight
 from cleave.device.kernels import Array, Kernel
 from cleave.device.programs.linear import (
+    Inside,
     Scope,
     add_gradients,
     apply,
@@ -21,21 +22,22 @@ from cleave.device.programs.linear import (
 _TANH_SCALE, _TANH_CUBE = 2 * math.sqrt(2 / math.pi), 0.044715  # gelu_tanh is x sigmoid(scale (x + cube x^3))
 
 
-def forward(scope: Scope, part: Mlp, x: Array) -> Array:
-    """Compute f(norm(x))."""
+def forward(scope: Scope, part: Mlp, x: Array, *, keeps: bool = False) -> tuple[Array, Inside]:
+    """Compute f(norm(x)); return it and, if asked, the products that backward would recompute."""
     normed = normalize(scope, part.norm, x).y
-    inner = apply(scope, part.up if part.gate is None else part.gate, normed)
-    inner *= _gain(scope.kernel, part.activation, inner)
-    if part.gate is not None:
-        inner *= apply(scope, part.up, normed)
-    return apply(scope, part.down, inner)
+    gating, up = _products(scope, part, normed)
+    inner = _gain(scope.kernel, part.activation, gating)
+    inner *= gating
+    if up is not None:
+        inner *= up
+    kept = (gating,) if up is None else (gating, up)
+    return apply(scope, part.down, inner), kept if keeps else ()
 
 
-def backward(scope: Scope, part: Mlp, x: Array, dy: Array) -> Array:
-    """Return dx of f(norm(x)), recomputing the inner activations."""
+def backward(scope: Scope, part: Mlp, x: Array, dy: Array, kept: Inside = ()) -> Array:
+    """Return dx of f(norm(x)), recomputing the inner activations unless they were kept; `kept` is used up."""
     normed = normalize(scope, part.norm, x)
-    gating = part.up if part.gate is None else part.gate
-    inner = apply(scope, gating, normed.y)
+    inner, *others = kept or _products(scope, part, normed.y)
     gain = _gain(scope.kernel, part.activation, inner)
     slope = _derivative(scope.kernel, part.activation, inner, gain)
     inner *= gain
@@ -43,25 +45,42 @@ def backward(scope: Scope, part: Mlp, x: Array, dy: Array) -> Array:
     slope *= d_inner
     d_normed = None
     if part.gate is not None:
-        up = apply(scope, part.up, normed.y)
+        (up,) = others
         d_inner *= inner
         slope *= up
         inner *= up
         add_gradients(scope, part.up, normed.y, d_inner)
         d_normed = input_gradient(scope, part.up, d_inner)
     add_gradients(scope, part.down, inner, dy)
+    gating = _gating(part)
     add_gradients(scope, gating, normed.y, slope)
     return normalize_back(scope, part.norm, normed, input_gradient(scope, gating, slope, d_normed))
+
+
+def _products(scope: Scope, part: Mlp, normed: Array) -> tuple[Array, Array]:
+    """The product that the activation is applied to and, with a gate, the other one."""
+    return apply(scope, _gating(part), normed), None if part.gate is None else apply(scope, part.up, normed)
+
+
+def _gating(part: Mlp) -> Weight:
+    return part.up if part.gate is None else part.gate
 
 
 def forward_flops(scope: Scope, part: Mlp) -> float:
     return 2.0 * scope.rows * sum(forward_macs(scope, weight) for weight in _weights(part))
 
 
-def backward_flops(scope: Scope, part: Mlp) -> float:
-    """FLOPs of both gradients, plus recomputing everything before `down`."""
-    macs = sum(2 * forward_macs(scope, weight) + gradient_macs(scope, weight) for weight in _weights(part))
-    return 2.0 * scope.rows * (macs - forward_macs(scope, part.down))
+def backward_flops(scope: Scope, part: Mlp, *, is_kept: bool = False) -> float:
+    """FLOPs of both gradients, plus recomputing everything before `down` unless it was kept."""
+    macs = sum(forward_macs(scope, weight) + gradient_macs(scope, weight) for weight in _weights(part))
+    if not is_kept:
+        macs += sum(forward_macs(scope, weight) for weight in _weights(part)) - forward_macs(scope, part.down)
+    return 2.0 * scope.rows * macs
+
+
+def kept_numbers(scope: Scope, part: Mlp) -> int:
+    """Numbers per row that can be kept for backward."""
+    return (1 if part.gate is None else 2) * in_width(scope, part.down)
 
 
 def workspace_elements(scope: Scope, part: Mlp) -> int:

@@ -17,7 +17,7 @@ from cleave.device.kernels import Array, Kernel
 from cleave.device.programs import shards
 from cleave.device.programs.binding import Bound, bind, check_program
 from cleave.device.programs.gemm import Chunk, GemmTask, bands
-from cleave.device.store import OperandStore, State
+from cleave.device.store import Kept, OperandStore, State, Tape
 from cleave.errors import ProtocolError
 from cleave.protocol.programs import Backward, Collect, Forward, GemmProgram, Hold, Program
 
@@ -109,24 +109,27 @@ class ShardTask:
         if not self._has_state:
             return None
         state = self._store.state(program.state)
+        kept = shards.numbers_kept(bound.scope, bound.shard, bound.hidden, program.keeps)
         if state is None:
-            state = self._store.make_state(program.state, bound.kv_widths, program.sequence)
-        if (state.kv_widths, state.sequence) != (bound.kv_widths, program.sequence):
+            state = self._store.make_state(program.state, bound.kv_widths, program.sequence, kept)
+        made, asked = (state.sequence, state.kv_widths, state.kept_numbers), (program.sequence, bound.kv_widths, kept)
+        if made != asked:
             raise ProtocolError(
-                f"expected state {program.state} of {state.sequence} rows and key widths {state.kv_widths}, got a "
-                f"program for {program.sequence} and {bound.kv_widths}"
+                f"expected state {program.state} of {made[0]} rows, key widths {made[1]} and {made[2]} numbers kept "
+                f"per row, got a program for {asked[0]}, {asked[1]} and {asked[2]}"
             )
         return state
 
     def _begin(self, bound: Bound, state: State | None) -> Chunk:
         program, scope, shard = self._program, bound.scope, bound.shard
+        tape = _tape(state, program, bound)
         match program:
             case Forward(is_silent=True):
                 flops = shards.rebuild_flops(scope, shard)
             case Forward():
                 flops = shards.forward_flops(scope, shard)
             case Backward():
-                flops = shards.backward_flops(scope, shard)
+                flops = shards.backward_flops(scope, shard, "nothing" if tape is None else program.keeps)
         rows, cols = _result_shape(program, bound)
         self.room_bytes = 4 * rows * cols + shards.workspace_bytes(scope, shard, bound.hidden)
         self._pending, self._has_begun = bands(rows, cols), True
@@ -134,34 +137,42 @@ class ShardTask:
 
         def run() -> Array:
             with np.errstate(all="ignore"):  # the server rejects nonfinite results
-                result = self._backward(bound, state) if isinstance(program, Backward) else self._forward(bound, state)
+                if isinstance(program, Backward):
+                    result = self._backward(bound, state, () if tape is None else tape.kept)
+                else:
+                    result = self._forward(bound, state)
             self._result = self._kernel.zeros(*_EMPTY_RESULT_SHAPE) if result is None else result
             return self._result[first.top : first.bottom]
 
-        return Chunk(run, first, flops, scope.rows, lambda: self._advance(scope.rows, state))
+        return Chunk(run, first, flops, scope.rows, lambda: self._advance(bound, state))
 
-    def _advance(self, rows: int, state: State | None) -> None:
-        """Note that the sequence has passed these rows."""
-        if state is not None and isinstance(self._program, Forward):
-            state.forward_rows += rows
+    def _advance(self, bound: Bound, state: State | None, kept: tuple[Kept, ...] = ()) -> None:
+        """Note that the sequence has passed these rows, and what is kept of them; nothing if they were skipped."""
+        program = self._program
+        if state is not None and isinstance(program, Forward):
+            state.forward_rows += bound.scope.rows
+            if program.keeps != "nothing" and not program.is_silent:
+                state.tapes[program.first_row] = Tape(bound.scope.rows, bound.shard, kept)
         elif state is not None:
-            state.backward_row = self._program.first_row
+            state.backward_row = program.first_row
+            state.tapes.pop(program.first_row, None)
 
     def _forward(self, bound: Bound, state: State | None) -> Array:
-        caches, result = () if state is None else state.caches, None
-        if isinstance(self._program, Forward) and self._program.is_silent:
+        program, caches = self._program, () if state is None else state.caches
+        result, kept = None, tuple[Kept, ...]()
+        if isinstance(program, Forward) and program.is_silent:
             shards.rebuild(bound.scope, bound.shard, caches, bound.x)
         else:
-            result = shards.forward(bound.scope, bound.shard, caches, bound.x)
-        self._advance(bound.scope.rows, state)
+            result, kept = shards.forward(bound.scope, bound.shard, caches, bound.x, program.keeps)
+        self._advance(bound, state, kept)
         return result
 
-    def _backward(self, bound: Bound, state: State | None) -> Array:
+    def _backward(self, bound: Bound, state: State | None, kept: tuple[Kept, ...]) -> Array:
         if state is not None:
             state.backward_row = _FAILED  # until done: nothing may be added to half a gradient
             state.open_gradients(self._kernel)
-        dx = shards.backward(bound.scope, bound.shard, () if state is None else state.caches, bound.x, bound.dy)
-        self._advance(bound.scope.rows, state)
+        dx = shards.backward(bound.scope, bound.shard, () if state is None else state.caches, bound.x, bound.dy, kept)
+        self._advance(bound, state)
         return dx if isinstance(self._program, Backward) and self._program.wants_dx else None
 
     def _next_band(self) -> Chunk:
@@ -215,6 +226,12 @@ class HoldTask:
             return None
         self.finished = True
         return Chunk(lambda: self._kernel.zeros(*_EMPTY_RESULT_SHAPE), Rectangle(0, 1, 0, 1), 0.0)
+
+
+def _tape(state: State | None, program: Forward | Backward, bound: Bound) -> Tape | None:
+    """What forward kept of these very rows in this very shard; None if it kept nothing, or something else."""
+    tape = None if state is None else state.tapes.get(program.first_row)
+    return tape if tape is not None and (tape.rows, tape.shard) == (bound.scope.rows, bound.shard) else None
 
 
 def _result_shape(program: Forward | Backward, bound: Bound) -> tuple[int, int]:

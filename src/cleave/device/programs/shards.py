@@ -1,8 +1,9 @@
-"""A shard of the model over some rows of a sequence: forward, and backward from the input alone.
+"""A shard of the model over some rows of a sequence: forward, and backward from the input alone or from what was kept.
 
-Forward keeps only keys and values. Backward first reruns forward to recover the input of each part, then goes back
-through the parts; each recomputes its own inner activations, so a device holds those of one part at a time. A slice
-omits the residual connection, which the server adds. Knows no store and no wire.
+Where memory is short, forward keeps only keys and values. Backward then first reruns forward to recover the input of
+each part and goes back through the parts; each recomputes its own inner activations, so a device holds those of one
+part at a time. Where there is room, forward keeps the inputs, or the inner activations too, and backward starts from
+those. A slice omits the residual connection, which the server adds. Knows no store and no wire.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from cleave.core.cost.resident import kept_numbers
 from cleave.core.model.decoder import Attention, Head, Mlp, Part
+from cleave.core.model.keeping import Keeping
 from cleave.device.kernels import Array
 from cleave.device.programs import attention, head, mlp
-from cleave.device.programs.linear import Scope
-from cleave.device.store import KVCache
+from cleave.device.programs.linear import Inside, Scope
+from cleave.device.store import Kept, KVCache
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +29,19 @@ class DeviceShard:
     is_slice: bool
 
 
-def forward(scope: Scope, shard: DeviceShard, caches: Sequence[KVCache], x: Array) -> Array:
-    remaining = iter(caches)
+def forward(
+    scope: Scope, shard: DeviceShard, caches: Sequence[KVCache], x: Array, keeps: Keeping = "nothing"
+) -> tuple[Array, tuple[Kept, ...]]:
+    """Return the result, and what to keep for backward: an entry per part, and one for the head."""
+    remaining, tape, entered = iter(caches), list[Kept](), x
     for part in shard.parts:
-        x = _apply_part(scope, shard, part, remaining, x, fills_cache=True)
-    return x if shard.head is None else head.forward(scope, shard.head, x)
+        y, inside = _apply_part(scope, shard, part, remaining, x, fills_cache=True, keeps=keeps == "all")
+        tape.append(Kept(None if x is entered else x, inside))
+        x = y
+    if shard.head is not None:
+        tape.append(Kept(None if x is entered else x))
+        x = head.forward(scope, shard.head, x)
+    return x, () if keeps == "nothing" else tuple(tape)
 
 
 def rebuild(scope: Scope, shard: DeviceShard, caches: Sequence[KVCache], x: Array) -> None:
@@ -38,42 +49,61 @@ def rebuild(scope: Scope, shard: DeviceShard, caches: Sequence[KVCache], x: Arra
     remaining = iter(caches)
     parts = _until_last_attention(shard)
     for part in parts[:-1]:
-        x = _apply_part(scope, shard, part, remaining, x, fills_cache=True)
+        x, _ = _apply_part(scope, shard, part, remaining, x, fills_cache=True)
     if parts and isinstance(parts[-1], Attention):
         attention.fill_cache(scope, parts[-1], next(remaining), x)
 
 
-def backward(scope: Scope, shard: DeviceShard, caches: Sequence[KVCache], x: Array, dy: Array) -> Array:
-    """Return dx; weight gradients go to their accumulators."""
-    inputs, remaining = [x], iter(caches)
-    for part in shard.parts if shard.head is not None else shard.parts[:-1]:
-        inputs.append(_apply_part(scope, shard, part, remaining, inputs[-1], fills_cache=False))
+def backward(
+    scope: Scope, shard: DeviceShard, caches: Sequence[KVCache], x: Array, dy: Array, tape: Sequence[Kept] = ()
+) -> Array:
+    """Return dx; weight gradients go to their accumulators. `tape` is what forward kept of these rows, if anything."""
+    kept = list(tape) or _rerun(scope, shard, caches, x)
     if shard.head is not None:
-        dy = head.backward(scope, shard.head, inputs.pop(), dy)
+        entered = kept.pop().x
+        dy = head.backward(scope, shard.head, x if entered is None else entered, dy)
     remaining = iter(reversed(caches))
     for part in reversed(shard.parts):
+        own = kept.pop()
+        entered = x if own.x is None else own.x
         match part:
             case Attention():
-                dx = attention.backward(scope, part, next(remaining), inputs.pop(), dy)
+                dx = attention.backward(scope, part, next(remaining), entered, dy, own.inside)
             case Mlp():
-                dx = mlp.backward(scope, part, inputs.pop(), dy)
+                dx = mlp.backward(scope, part, entered, dy, own.inside)
         if not shard.is_slice:
             dx += dy
         dy = dx
     return dy
 
 
+def _rerun(scope: Scope, shard: DeviceShard, caches: Sequence[KVCache], x: Array) -> list[Kept]:
+    """Recompute the input of every part, and of the head."""
+    inputs, remaining = [Kept(None)], iter(caches)
+    for part in shard.parts if shard.head is not None else shard.parts[:-1]:
+        x, _ = _apply_part(scope, shard, part, remaining, x, fills_cache=False)
+        inputs.append(Kept(x))
+    return inputs
+
+
 def _apply_part(
-    scope: Scope, shard: DeviceShard, part: Part, caches: Iterator[KVCache], x: Array, *, fills_cache: bool
-) -> Array:
+    scope: Scope,
+    shard: DeviceShard,
+    part: Part,
+    caches: Iterator[KVCache],
+    x: Array,
+    *,
+    fills_cache: bool,
+    keeps: bool = False,
+) -> tuple[Array, Inside]:
     match part:
         case Attention():
-            y = attention.forward(scope, part, next(caches), x, fills_cache=fills_cache)
+            y, inside = attention.forward(scope, part, next(caches), x, fills_cache=fills_cache, keeps=keeps)
         case Mlp():
-            y = mlp.forward(scope, part, x)
+            y, inside = mlp.forward(scope, part, x, keeps=keeps)
     if not shard.is_slice:
         y += x
-    return y
+    return y, inside
 
 
 def _until_last_attention(shard: DeviceShard) -> tuple[Part, ...]:
@@ -95,17 +125,32 @@ def rebuild_flops(scope: Scope, shard: DeviceShard) -> float:
     return total + sum(attention.fill_cache_flops(scope, part) for part in parts[-1:] if isinstance(part, Attention))
 
 
-def backward_flops(scope: Scope, shard: DeviceShard) -> float:
+def backward_flops(scope: Scope, shard: DeviceShard, keeps: Keeping = "nothing") -> float:
+    """FLOPs of these rows, of which forward kept so much."""
     total = 0.0 if shard.head is None else head.backward_flops(scope, shard.head)
-    rerun = shard.parts if shard.head is not None else shard.parts[:-1]
-    total += _parts_flops(scope, rerun, fills_cache=False)
+    if keeps == "nothing":
+        rerun = shard.parts if shard.head is not None else shard.parts[:-1]
+        total += _parts_flops(scope, rerun, fills_cache=False)
     for part in shard.parts:
         match part:
             case Attention():
-                total += attention.backward_flops(scope, part)
+                total += attention.backward_flops(scope, part, is_kept=keeps == "all")
             case Mlp():
-                total += mlp.backward_flops(scope, part)
+                total += mlp.backward_flops(scope, part, is_kept=keeps == "all")
     return total
+
+
+def numbers_kept(scope: Scope, shard: DeviceShard, hidden: int, keeps: Keeping) -> int:
+    """Numbers per row that forward keeps for backward."""
+    inside = 0
+    for part in shard.parts:
+        match part:
+            case Attention():
+                inside += attention.kept_numbers(scope, part)
+            case Mlp():
+                inside += mlp.kept_numbers(scope, part)
+    sublayers = len(shard.parts) + (shard.head is not None)
+    return int(kept_numbers(keeps, hidden=hidden, sublayers=sublayers, inside=inside))
 
 
 def workspace_bytes(scope: Scope, shard: DeviceShard, hidden: int) -> int:

@@ -160,7 +160,9 @@ async def _probe(channel: Channel, most_bytes: int) -> tuple[float, float, float
         )
         if rates.took_s > _LONG_PROBE_S or not (wants_down or wants_up):
             break
-    if rates.took_s <= _LONG_PROBE_S:  # a process that was kept waiting makes a link look slow, nothing makes it fast
+    # a process that was kept waiting makes a link look slow: unless a link is too fast to tell, or slow, look again
+    size_down, size_up = (size if size < most_bytes else 0 for size in (size_down, size_up))
+    if rates.took_s <= _LONG_PROBE_S and (size_down or size_up):
         again = await _exchange(channel, size_down, size_up, latency_s)
         down, up = max(down, again.down), max(up, again.up)
     return latency_s, min(down, 20e9), min(up, 20e9)
@@ -181,9 +183,11 @@ async def _exchange(channel: Channel, down_bytes: int, up_bytes: int, latency_s:
     took_s = max(time.perf_counter() - started - latency_s, 1e-6)
     assert isinstance(answer.message, messages.Probed)
     claimed_s = answer.message.down_s if answer.message.down_s > 0 else 0.0
-    # a burst may have made it shorter than the link's rate says, but nothing makes it shorter than it was
+    # a burst, or bytes found in a buffer, may make one way look shorter than the link's rate says, but nothing makes
+    # both ways together shorter than they were
     down_s = max(min(claimed_s, _MOST_BURST * took_s), took_s - answer.link_s, 1e-7)
-    return _Exchange(down_bytes / down_s, up_bytes / max(answer.arrival_s, 1e-7), took_s)
+    up_s = max(answer.arrival_s, took_s - claimed_s, 1e-7)
+    return _Exchange(down_bytes / down_s, up_bytes / up_s, took_s)
 
 
 async def _probed(channel: Channel) -> Received:

@@ -184,7 +184,7 @@ class ResidentRun:
             format=self._format,
             operands=self._operands,
             ids=self._ids,
-            goes_back=self._course != "forward",
+            course=self._course,
         )
         try:
             self._attempt = Attempt(

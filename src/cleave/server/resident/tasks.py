@@ -15,12 +15,13 @@ from cleave.core.cost.demand import tables_bytes
 from cleave.core.cost.rates import thin_effort
 from cleave.core.cost.wire import DEVICE_BYTES, WireFormat, encoded_bytes
 from cleave.core.model.decoder import Decoder, Head, Part
+from cleave.core.model.keeping import Keeping
 from cleave.core.model.shard import Shard
-from cleave.core.plan.resident.stages import ResidentPlan
+from cleave.core.plan.resident.stages import Holding, ResidentPlan
 from cleave.core.plan.resident.timeline import AHEAD, BACKWARD, FORWARD, READING
 from cleave.core.schedule.accounts import Account, Seat
 from cleave.core.schedule.desks import Desk
-from cleave.core.schedule.pipeline import Pipeline, Unit
+from cleave.core.schedule.pipeline import Course, Pipeline, Unit
 from cleave.core.schedule.rectangles import Rectangle, total
 from cleave.core.schedule.tasks import DeviceId, Operand, OperandId, Task, TaskId
 from cleave.errors import InfeasibleError
@@ -95,6 +96,7 @@ class _Place(TypedDict):
     sequence: int
     is_slice: bool
     rotary_row: int
+    keeps: Keeping
 
 
 class ResidentTasks:
@@ -109,7 +111,7 @@ class ResidentTasks:
         format: WireFormat,
         operands: Operands,
         ids: Iterator[int],
-        goes_back: bool,
+        course: Course,
     ) -> None:
         self._run_ref = weakref.ref(run)  # the run holds these tasks: a cycle would keep weights until collected
         self._decoder, self._batch, self._plan, self._activations = decoder, batch, plan, activations
@@ -117,8 +119,10 @@ class ResidentTasks:
         self._operands, self._ids, self._tables_bytes = operands, ids, tables_bytes(batch)
         self._stage = {shard: number for number, stage in enumerate(plan.stages) for shard in stage.shards}
         self.held: dict[Shard, HeldShard] = {
-            shard: hold(decoder, shard, batch, operands, is_trained=goes_back) for shard in self._stage
+            shard: hold(decoder, shard, batch, operands, is_trained=course != "forward") for shard in self._stage
         }
+        self._may_keep = course == "both"
+        """Whether backward follows forward on the same devices."""
         self.states: dict[Seat, Operand] = {}
         self.readings: dict[Account, Reading] = {}
 
@@ -132,20 +136,23 @@ class ResidentTasks:
 
     def set_desks(self, pipeline: Pipeline, memory_bytes: Callable[[DeviceId], int]) -> None:
         """Let devices serve their planned shards as memory allows; InfeasibleError if a shard fits on none."""
-        served: dict[DeviceId, list[tuple[Shard, float]]] = {}
+        served: dict[DeviceId, list[tuple[Shard, Holding]]] = {}
         for stage in self._plan.stages:
             for shard, holdings in stage.columns:
                 for holding in holdings:
-                    served.setdefault(holding.device, []).append((shard, holding.sequences))
+                    served.setdefault(holding.device, []).append((shard, holding))
         for device, shards in served.items():
             kept = sum(self.held[shard].demand.trained_bytes for shard, _ in shards)
             bare = [self.need_bytes(shard, 0) for shard, _ in shards]
-            for (shard, speed), need in zip(shards, bare, strict=True):
+            for (shard, holding), need in zip(shards, bare, strict=True):
                 others = kept - self.held[shard].demand.trained_bytes  # what its other shards keep,
                 others += max(bare) - need  # and what the largest of them needs to run
-                slots = self._slots(shard, memory_bytes(device) - others, len(shards))
+                keeps, room = holding.keeps if self._may_keep else "nothing", memory_bytes(device) - others
+                slots = self._slots(shard, room, len(shards), keeps)
+                if not slots:
+                    keeps, slots = "nothing", self._slots(shard, room, len(shards))
                 if slots:
-                    pipeline.desks.add(shard, Desk(device, slots, max(speed, _LEAST_SPEED)))
+                    pipeline.desks.add(shard, Desk(device, slots, max(holding.sequences, _LEAST_SPEED), keeps))
         for shard in pipeline.unserved:
             holdings = self._plan.stages[self._stage[shard]].columns[shard.index].holdings
             offered = max(memory_bytes(holding.device) for holding in holdings)
@@ -156,16 +163,16 @@ class ResidentTasks:
 
     def slots_beside(self, shard: Shard, device: DeviceId, memory_bytes: int, pipeline: Pipeline) -> int:
         """Number of sequences of a shard that a device could have open beside what it already serves."""
-        taken = sum(self.need_bytes(other, desk.slots) for other, desk in pipeline.desks.of(device))
+        taken = sum(self.need_bytes(other, desk.slots, desk.keeps) for other, desk in pipeline.desks.of(device))
         return self._slots(shard, memory_bytes - taken, 1)
 
-    def _slots(self, shard: Shard, memory_bytes: int, shared_by: int) -> int:
+    def _slots(self, shard: Shard, memory_bytes: int, shared_by: int, keeps: Keeping = "nothing") -> int:
         demand, most = self.held[shard].demand, self._batch.sequences
-        return demand.sequences_within(memory_bytes, self._plan.chunk, self._tables_bytes, most, shared_by)
+        return demand.sequences_within(memory_bytes, self._plan.chunk, self._tables_bytes, most, shared_by, keeps)
 
-    def need_bytes(self, shard: Shard, open_sequences: int) -> int:
+    def need_bytes(self, shard: Shard, open_sequences: int, keeps: Keeping = "nothing") -> int:
         """Memory that a shard takes on a device with `open_sequences`."""
-        return self.held[shard].demand.memory_bytes(self._plan.chunk, open_sequences, self._tables_bytes)
+        return self.held[shard].demand.memory_bytes(self._plan.chunk, open_sequences, self._tables_bytes, keeps)
 
     def wants_dx(self, shard: Shard) -> bool:
         return self._stage[shard] > 0 or self._batch.wants_dx
@@ -198,7 +205,11 @@ class ResidentTasks:
             cols=cols,
             result_bytes=held.demand.workspace_bytes(last - first),
             flops=held.demand.flops(
-                unit.direction, first - seat.sequence * self._batch.sequence, last - first, is_silent=unit.is_silent
+                unit.direction,
+                first - seat.sequence * self._batch.sequence,
+                last - first,
+                is_silent=unit.is_silent,
+                keeps=seat.desk.keeps,
             ),
             effort=float(thin_effort(last - first)),
             up_bytes=encoded_bytes(format, rows, cols),
@@ -246,7 +257,9 @@ class ResidentTasks:
         """
         for shard, held in self.held.items():
             for desk in pipeline.desks.at(shard):
-                served = sum(self.need_bytes(other, one.slots) for other, one in pipeline.desks.of(desk.device))
+                served = sum(
+                    self.need_bytes(other, one.slots, one.keeps) for other, one in pipeline.desks.of(desk.device)
+                )
                 if served > memory_bytes(desk.device):
                     continue
                 missing = tuple(operand for operand in held.operands if not holds(desk.device, operand))
@@ -298,7 +311,7 @@ class ResidentTasks:
 
     def _state(self, seat: Seat) -> Operand:
         if seat not in self.states:
-            self.states[seat] = self._operands.made(self.held[seat.shard].demand.state_bytes)
+            self.states[seat] = self._operands.made(self.held[seat.shard].demand.state_bytes(seat.desk.keeps))
         return self.states[seat]
 
     # -------------------------------------------------------------------------------------------- programs
@@ -315,6 +328,7 @@ class ResidentTasks:
             sequence=self._batch.sequence,
             is_slice=seat.shard.of > 1,
             rotary_row=rotary[1] if rotary else 0,
+            keeps=seat.desk.keeps,
         )
         if unit.direction == "forward":
             return Forward(**place, **read, is_silent=unit.is_silent)

@@ -8,8 +8,8 @@ Y = X W^T, dX = dY W, dW = dY^T X share operands. Two ways to cut them are compa
 - **blocks**: `plan_gemm` cuts each gemm separately. It moves more bytes, but no device has to hold all of W and no
   partial sums come back: better for large fleets on slow links, or for small memories.
 
-Every task and byte also costs the server's own core. Of a large fleet, only the devices that are worth theirs take part:
-on a thousand of them, small blocks would take longer to hand out than to compute.
+Every task and byte also costs the server's own core. Of a large fleet, only devices that are worth that take part: on a
+thousand of them, small blocks would take longer to hand out than to compute.
 
 Plans depend on sizes and profiles only, so equal layers share one and a row always goes to the same device.
 """

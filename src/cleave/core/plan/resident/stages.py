@@ -8,6 +8,7 @@ fill. This module judges arrangements; `small_fleet` and `large_fleet` find them
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -25,6 +26,7 @@ from cleave.core.cost.resident import (
     task_s_per_row,
 )
 from cleave.core.fleet.profiles import Bools, DeviceId, Floats, Ints, Profiles
+from cleave.core.model.keeping import KEEPINGS, Keeping
 from cleave.core.model.shard import Shard
 from cleave.core.plan.resident.timeline import Post, Seating, Station, play
 from cleave.core.plan.resident.timeline import Shared as SharedByAll
@@ -32,6 +34,7 @@ from cleave.core.plan.resident.timeline import Shared as SharedByAll
 ColumnLimit = Literal["down", "compute", "up", "latency", "server", "medium", "memory"]
 
 _NEVER_S = 1e30
+_MANY_OPEN = 16  # sequences that keep every stage of a pipeline busy
 _READINGS = 4  # trained parameters of a sublayer, each of which is read by a task of its own
 
 
@@ -41,6 +44,8 @@ class Holding(NamedTuple):
     device: DeviceId
     sequences: float
     """its share of the step's sequences: its speed relative to the other devices with the same shard"""
+    keeps: Keeping = "nothing"
+    """for backward"""
 
 
 class Column(NamedTuple):
@@ -161,6 +166,8 @@ class Paces(NamedTuple):
     """members whose memory holds the column"""
     kept: Floats
     """rows whose x stays on the device for backward"""
+    keeps: Ints
+    """index into KEEPINGS"""
 
 
 def paces(problem: Problem, of: ShardCosts, members: Bools, chunk: int) -> Paces:
@@ -169,16 +176,34 @@ def paces(problem: Problem, of: ShardCosts, members: Bools, chunk: int) -> Paces
     down, up = profiles.down_bytes_per_s, profiles.up_bytes_per_s
     free = profiles.memory_bytes - of.memory_bytes[:, None]
     able = members & (free >= 0)
+    keeps = _keeps(problem, of, free)
+    sequences = min(problem.sequences, _MANY_OPEN)
+    free -= sequences * (of.state_keeping(keeps) - of.state_bytes[:, None])
     kept = np.maximum(free, 0.0) / of.kept_bytes_per_row[:, None]
     rows = problem.rows / np.maximum(able.sum(axis=1), 1)
     again = np.clip(1 - kept / rows[:, None], 0.0, 1.0) * of.again_bytes_per_row[:, None]
     row_s = np.maximum((of.down_bytes_per_row[:, None] + again) / down, of.up_bytes_per_row[:, None] / up)
     return Paces(
-        row_s=np.maximum(row_s, compute_s_per_row(of, profiles, chunk, problem.sums.terms)),
+        row_s=np.maximum(row_s, compute_s_per_row(of, profiles, chunk, problem.sums.terms, keeps)),
         fixed_s=of.sync_down_bytes[:, None] / down + of.sync_up_bytes[:, None] / up,
         able=able,
         kept=kept,
+        keeps=keeps,
     )
+
+
+def _keeps(problem: Problem, of: ShardCosts, free: Floats) -> Ints:
+    """What each device keeps in each column: whatever spares most and leaves room for many open sequences.
+
+    Only shards with attention have a state to keep it in, and only where the loss is on devices does backward follow
+    forward at once.
+    """
+    if problem.sums.sublayers[-1].kind != "head":
+        return np.zeros(free.shape, dtype=np.int64)
+    sequences = min(problem.sequences, _MANY_OPEN)
+    states = sequences * of.kept_bytes + (sequences - 1) * of.state_bytes[:, None]
+    fits = (free[:, :, None] >= states[:, None]) & of.takes_sequences[:, None, None]
+    return np.where(fits, of.spared_flops_per_row[:, None], 0.0).argmax(axis=2)
 
 
 def share_rows(pace: Paces, sequences: int, sequence: int, whole: Bools) -> tuple[Floats, Floats]:
@@ -219,16 +244,16 @@ def judge(problem: Problem, stages: Sequence[Draft], chunk: int, *, is_played: b
     limit, busiest_s = _limit(problem, shared, hops, chunk)
     if is_played:
         busiest_s = _played_s(problem, stages, shared, chunk) - hops.fill_s
-    rows = iter(shared.rows)
+    columns = zip(shared.rows, shared.pace.keeps, strict=True)
     return ResidentPlan(
         stages=tuple(
             Stage(
                 columns=tuple(
                     Column(
                         Shard(first=stage.first, count=stage.count, index=index, of=len(stage.members)),
-                        holdings(problem.profiles.names, next(rows) / problem.sums.sequence),
+                        holdings(problem.profiles.names, own_rows / problem.sums.sequence, own_keeps),
                     )
-                    for index in range(len(stage.members))
+                    for index, (own_rows, own_keeps) in enumerate(itertools.islice(columns, len(stage.members)))
                 )
             )
             for stage in stages
@@ -287,7 +312,7 @@ def _share(problem: Problem, stages: Sequence[Draft], chunk: int) -> _Shared | N
         pace=pace,
         ends_s=ends_s,
         rows=rows,
-        row_compute_s=compute_s_per_row(of, profiles, chunk, sums.terms),
+        row_compute_s=compute_s_per_row(of, profiles, chunk, sums.terms, pace.keeps),
         down=of.down_bytes_per_row[:, None] * rows + again + np.where(rows > 0, of.sync_down_bytes[:, None], 0.0),
         up=of.up_bytes_per_row[:, None] * rows + np.where(rows > 0, of.sync_up_bytes[:, None], 0.0),
         begins=np.concatenate([[0], np.cumsum([len(stage.members) for stage in stages])[:-1]]),
@@ -344,8 +369,7 @@ def _limit(problem: Problem, shared: _Shared, hops: _Hops, chunk: int) -> tuple[
     }
     limit = max(whole_s, key=lambda name: whole_s[name])
     longest_s = whole_s[limit]
-    more = np.floor(_free(problem, of) / np.maximum(of.state_bytes, 1.0)[:, None])
-    at_once = float((np.minimum(1 + more, problem.sequences) * (shared.rows > 0)).sum(axis=1).min())
+    at_once = float((_slots(problem, shared) * (shared.rows > 0)).sum(axis=1).min())
     in_turn_s = hops.journey_s * problem.sequences / at_once
     if in_turn_s > longest_s + hops.fill_s:
         limit, longest_s = "memory", in_turn_s - hops.fill_s
@@ -367,9 +391,12 @@ def _flowing_s(problem: Problem, shared: _Shared, chunk: int) -> float:
     )
 
 
-def _free(problem: Problem, of: ShardCosts) -> Floats:
-    """[column, device]: bytes left beside a column with one open sequence."""
-    return np.maximum(problem.profiles.memory_bytes - of.memory_bytes[:, None], 0.0)
+def _slots(problem: Problem, shared: _Shared) -> Floats:
+    """[column, device]: sequences that can be open at once; at least one, as the column fits."""
+    of = shared.of
+    room = problem.profiles.memory_bytes - (of.memory_bytes - of.state_bytes)[:, None]
+    slots = np.floor(room / np.maximum(of.state_keeping(shared.pace.keeps), 1.0))
+    return np.clip(slots, 1, problem.sequences)
 
 
 def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk: int) -> float:
@@ -387,8 +414,8 @@ def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk:
     ]
     columns = [(number, stage) for number, stage in enumerate(stages) for _ in stage.members]
     fixed_s = task_s_per_row(of, profiles, chunk) / 2
-    forward_part = of.forward_flops_per_row / of.flops_per_row
-    slots = 1 + np.floor(_free(problem, of) / np.maximum(of.state_bytes, 1.0)[:, None])
+    forward_part = of.forward_flops_per_row[:, None] / of.flops_keeping(shared.pace.keeps)
+    slots = _slots(problem, shared)
     again = np.clip(1 - shared.pace.kept / np.maximum(shared.rows, 1.0), 0.0, 1.0)
     row_bytes = sums.hidden * sums.terms.activation_bytes
     posts: list[Post] = []
@@ -399,12 +426,12 @@ def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk:
         seatings: list[Seating] = []
         for device in np.flatnonzero(shared.rows[number]).tolist():
             arithmetic_s = float(shared.row_compute_s[number, device] - 2 * fixed_s[number, device]) * chunk
-            part, each_s = float(forward_part[number]), float(fixed_s[number, device]) * chunk
+            part, each_s = float(forward_part[number, device]), float(fixed_s[number, device]) * chunk
             seatings.append(
                 Seating(
                     station=place[device],
                     speed=float(shared.rows[number, device]),
-                    slots=int(min(slots[number, device], problem.sequences)),
+                    slots=int(slots[number, device]),
                     again=float(again[number, device]),
                     forward_s=each_s + part * arithmetic_s,
                     backward_s=each_s + (1 - part) * arithmetic_s,
@@ -439,6 +466,8 @@ def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk:
     )
 
 
-def holdings(names: Sequence[str], sequences: Floats) -> tuple[Holding, ...]:
+def holdings(names: Sequence[str], sequences: Floats, keeps: Ints) -> tuple[Holding, ...]:
     """Holdings of the devices that have sequences."""
-    return tuple(Holding(DeviceId(names[i]), float(sequences[i])) for i in np.flatnonzero(sequences).tolist())
+    return tuple(
+        Holding(DeviceId(names[i]), float(sequences[i]), KEEPINGS[keeps[i]]) for i in np.flatnonzero(sequences).tolist()
+    )
