@@ -15,7 +15,7 @@ from cleave.core.cost.rates import Server
 from cleave.core.cost.wire import DEVICE_BYTES, WireFormat
 from cleave.core.fleet.profiles import DeviceId, Floats, Ints, Profiles
 from cleave.core.model.gemms import Gemm, Linear, Role
-from cleave.core.plan.gemm.layer import Block, LinearPlan, fill, fit, plan_linear
+from cleave.core.plan.gemm.layer import Block, LinearPlan, fill, fit, least_linear_s, plan_linear
 from cleave.errors import InfeasibleError
 
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a fleet is (kind, count, seed): shrinking explains nothing
@@ -102,6 +102,7 @@ def test_any_plan_tiles_its_gemms_within_memory(fleet: Profiles, linear: Linear,
         assert fleet.memory_bytes.max() < 1e5, "only very small devices hold nothing"
         return
     check(plan, linear, fleet)
+    assert plan.devices_s >= least_linear_s(fleet, linear, wire) * (1 - 1e-6)
 
 
 @settings(phases=QUICK, max_examples=examples(3))

@@ -18,7 +18,7 @@ from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.decoder import Attention, Decoder
 from cleave.core.model.gemms import Linear, decoder_attention_flops, decoder_linears
 from cleave.core.model.sublayers import sublayers
-from cleave.core.plan.gemm.layer import LinearPlan, plan_linear
+from cleave.core.plan.gemm.layer import LinearPlan, least_linear_s, plan_linear
 from cleave.core.plan.resident.small_fleet import judge_again, plan_columns
 from cleave.core.plan.resident.stages import ResidentPlan, Stage
 from cleave.errors import InfeasibleError
@@ -160,21 +160,28 @@ def choose_pass(
         return PassChoice(is_resident=False, plan=None, reason=f"no layers can be resident: {fault}")
     audits_s = _audits_s(plan, work, local, audited or {})
     resident_s = resident_seconds(plan, work, local, audited or {})
-    gemm_s = gemms_s(work, profiles, setting) + work.attention_flops / local.flops_per_s
     local_s = work.flops / local.flops_per_s if local.may_compute else math.inf
-    expected_s = {
-        grain: seconds * factors.get(grain, 1.0) * (1.0 if grain != standing else WORTH_CHANGING)
-        for grain, seconds in (("resident", resident_s), ("gemm", gemm_s), ("server", local_s))
-    }
+
+    def expected_s(grain: str, seconds: float) -> float:
+        return seconds * factors.get(grain, 1.0) * (1.0 if grain != standing else WORTH_CHANGING)
+
+    attention_s = work.attention_flops / local.flops_per_s
+    gemm_s = least_gemms_s(work, profiles, setting) + attention_s
+    could_win = not must and expected_s("gemm", gemm_s) < expected_s("resident", resident_s)
+    if could_win:
+        gemm_s = gemms_s(work, profiles, setting) + attention_s
     best_s = min(gemm_s, local_s)
     limit = f"limit: {plan.limit}" + (f"; {audits_s:.3g} s of audits" if audits_s else "")
-    if not must and min(expected_s["gemm"], expected_s["server"]) < expected_s["resident"]:
+    others_s = min(expected_s("gemm", gemm_s), expected_s("server", local_s))
+    if not must and others_s < expected_s("resident", resident_s):
         where = "product by product" if gemm_s <= local_s else "on this server alone"
         reason = f"predicted {best_s:.3g} s a step {where}, {resident_s:.3g} s with resident layers ({limit})"
         return PassChoice(
             is_resident=False, plan=None, reason=reason, resident_s=resident_s, gemm_s=gemm_s, local_s=local_s
         )
-    beside = "gemms do not fit" if gemm_s == math.inf else f"{gemm_s:.3g} s with gemms"
+    beside = (
+        "gemms do not fit" if gemm_s == math.inf else f"{'' if could_win else 'at least '}{gemm_s:.3g} s with gemms"
+    )
     if local_s < math.inf:
         beside += f", {local_s:.3g} s on this server alone"
     held = "; ".join(_described(stage, work.decoder) for stage in plan.stages)
@@ -235,6 +242,15 @@ def replan_pass(work: PassWork, profiles: Profiles, setting: Setting, plan: Resi
         medium_bytes_per_s=setting.medium_bytes_per_s,
         cores=setting.cores,
     )
+
+
+def least_gemms_s(work: PassWork, profiles: Profiles, setting: Setting) -> float:
+    """A lower bound on `gemms_s`, found a hundred times faster."""
+    least: dict[Linear, float] = {}
+    for linear in work.linears:
+        if linear not in least:
+            least[linear] = least_linear_s(profiles, linear, setting.wire)
+    return sum(least[linear] for linear in work.linears)
 
 
 def gemms_s(work: PassWork, profiles: Profiles, setting: Setting) -> float:

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cleave.core.cost.bound import bound_2d, by_worth
+from cleave.core.cost.bound import bound_2d, bound_3d, by_worth
 from cleave.core.cost.gemm import (
     UnitCosts,
     area_within,
@@ -104,6 +104,14 @@ def plan_linear(
     if search and server.task_s + server.byte_s > 0:
         profiles = _worthwhile(profiles, linear, wire, server)
     return _charged(_faster_way(profiles, linear, wire, search=search), server)
+
+
+def least_linear_s(profiles: Profiles, linear: Linear, wire: WireFormat) -> float:
+    """A lower bound on the time of every plan for the layer, in milliseconds; plans take seconds to find."""
+    unit = unit_costs(_in_wire_bytes(profiles, wire), wire, Server())
+    blocks_s = sum(bound_3d(unit, gemm, Server()) for gemm in linear.gemms.values())
+    rows = _by_rows(profiles, linear, wire)
+    return blocks_s if rows is None else min(blocks_s, rows.devices_s)
 
 
 def _charged(plan: LinearPlan, server: Server) -> LinearPlan:

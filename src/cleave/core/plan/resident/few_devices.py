@@ -42,12 +42,13 @@ def plan_few(
         sequences=tokens // sequence,
         sequence=sequence,
         wire=wire,
+        wants_dx=not shape.adapter_rank,  # adapters leave the token table as it is
         server=server,
         medium_bytes_per_s=_medium_bytes_per_s(profiles),
         chunks=_CHUNKS,
         terms=terms,
     )
-    whole = sum_up(sublayers, hidden=shape.hidden, sequence=sequence, terms=terms)
+    whole = sum_up(sublayers, hidden=shape.hidden, sequence=sequence, terms=terms, wants_dx=not shape.adapter_rank)
     # what the busiest device spends on weights and gradients; the rest is rows
     links = {
         name: terms.weight_bytes / down + terms.gradient_bytes / up

@@ -35,6 +35,7 @@ ColumnLimit = Literal["down", "compute", "up", "latency", "server", "medium", "m
 
 _NEVER_S = 1e30
 _MANY_OPEN = 16  # sequences that keep every stage of a pipeline busy
+_LARGEST_SHARE = 1.5  # sequences of a device in a column, relative to an equal share
 _READINGS = 4  # trained parameters of a sublayer, each of which is read by a task of its own
 
 
@@ -176,11 +177,10 @@ def paces(problem: Problem, of: ShardCosts, members: Bools, chunk: int) -> Paces
     down, up = profiles.down_bytes_per_s, profiles.up_bytes_per_s
     free = profiles.memory_bytes - of.memory_bytes[:, None]
     able = members & (free >= 0)
-    keeps = _keeps(problem, of, free)
-    sequences = min(problem.sequences, _MANY_OPEN)
-    free -= sequences * (of.state_keeping(keeps) - of.state_bytes[:, None])
-    kept = np.maximum(free, 0.0) / of.kept_bytes_per_row[:, None]
-    rows = problem.rows / np.maximum(able.sum(axis=1), 1)
+    mates = np.maximum(able.sum(axis=1), 1)
+    keeps, kept_bytes = _keeps(problem, of, free, mates)
+    kept = np.maximum(free - kept_bytes, 0.0) / of.kept_bytes_per_row[:, None]
+    rows = problem.rows / mates
     again = np.clip(1 - kept / rows[:, None], 0.0, 1.0) * of.again_bytes_per_row[:, None]
     row_s = np.maximum((of.down_bytes_per_row[:, None] + again) / down, of.up_bytes_per_row[:, None] / up)
     return Paces(
@@ -192,18 +192,21 @@ def paces(problem: Problem, of: ShardCosts, members: Bools, chunk: int) -> Paces
     )
 
 
-def _keeps(problem: Problem, of: ShardCosts, free: Floats) -> Ints:
-    """What each device keeps in each column: whatever spares most and leaves room for many open sequences.
+def _keeps(problem: Problem, of: ShardCosts, free: Floats, mates: Ints) -> tuple[Ints, Floats]:
+    """What each device keeps in each column, and the bytes of that: what spares most and leaves room for its sequences.
 
     Only shards with attention have a state to keep it in, and only where the loss is on devices does backward follow
     forward at once.
     """
     if problem.sums.sublayers[-1].kind != "head":
-        return np.zeros(free.shape, dtype=np.int64)
-    sequences = min(problem.sequences, _MANY_OPEN)
-    states = sequences * of.kept_bytes + (sequences - 1) * of.state_bytes[:, None]
+        return np.zeros(free.shape, dtype=np.int64), np.zeros(free.shape)
+    share = np.minimum(np.ceil(_LARGEST_SHARE * problem.sequences / mates), problem.sequences)
+    sequences = np.minimum(share, _MANY_OPEN)[:, None]
+    kept = sequences * of.kept_bytes
+    states = kept + (sequences - 1) * of.state_bytes[:, None]
     fits = (free[:, :, None] >= states[:, None]) & of.takes_sequences[:, None, None]
-    return np.where(fits, of.spared_flops_per_row[:, None], 0.0).argmax(axis=2)
+    keeps = np.where(fits, of.spared_flops_per_row[:, None], 0.0).argmax(axis=2)
+    return keeps, np.take_along_axis(kept, keeps, axis=1)
 
 
 def share_rows(pace: Paces, sequences: int, sequence: int, whole: Bools) -> tuple[Floats, Floats]:
