@@ -14,6 +14,7 @@ from tests.support.one_layer import CHUNK, HIDDEN, KEY_WIDTH, PLAIN, ROWS, Layer
 from tests.support.plain_parts import Maker
 
 from cleave.core.cost.resident import state_bytes
+from cleave.core.model.decoder import weights_of
 from cleave.core.model.keeping import Keeping
 from cleave.device.kernels import NumpyKernel
 from cleave.device.programs.gemm import bands
@@ -83,6 +84,28 @@ def test_what_a_device_keeps_changes_nothing_but_the_work(keeps: Keeping, chunk:
     np.testing.assert_array_equal(kept.dx, recomputed.dx)
     for number in trained:
         np.testing.assert_array_equal(kept.gradients[number], recomputed.gradients[number])
+
+
+def test_what_was_kept_is_not_used_with_weights_of_other_shapes() -> None:
+    """A server may give the number of a weight to another one meanwhile: results are its own fault, a crash is ours."""
+    layer = Layer()
+    maker, bench = layer.maker, layer.bench
+    narrow, wide = (maker.mlp(inner, "rms", "silu", gated=True, **PLAIN) for inner in (5, 9))
+    journey = replace(layer.through(layer.attention, narrow, wide), keeps="all")
+    for unit in journey.forward(layer.x, CHUNK, layer.state):
+        bench.done(unit)
+    for one, other in ((narrow, wide), (wide, narrow)):
+        for weight, from_ in zip(weights_of(one), weights_of(other), strict=True):
+            swap(bench, weight.weight, bench.operands[from_.weight])
+    dx, _ = journey.back(layer.x, layer.dy, CHUNK, [], layer.state)
+    assert np.isfinite(dx).all()
+
+
+def swap(bench: Bench, number: int, matrix: Any) -> None:
+    bench.store.drop((number,))
+    rows, cols = matrix.shape
+    message = messages.Store(operand=number, rows=rows, cols=cols, format="fp32", first_row=0, strip_rows=rows)
+    bench.store.write(message, matrix.tobytes())
 
 
 def test_units_of_a_sequence_agree_on_what_they_keep() -> None:

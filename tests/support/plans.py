@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from cleave.core.fleet.profiles import DeviceId, Profiles
+from cleave.core.model.keeping import Keeping
 from cleave.core.model.shard import Shard
 from cleave.core.model.sublayers import Sublayer
 from cleave.core.plan.resident.stages import Column, Holding, ResidentPlan, Stage
@@ -13,12 +14,14 @@ Layout = Sequence[tuple[int, Sequence[Sequence[str]]]]
 """Number of sublayers, and the devices of each slice, per stage."""
 
 
-def stage_of(first: int, count: int, slices: Sequence[Sequence[str | tuple[str, float]]]) -> Stage:
+def stage_of(
+    first: int, count: int, slices: Sequence[Sequence[str | tuple[str, float]]], keeps: Keeping = "nothing"
+) -> Stage:
     """A stage with devices given by name, or with the number of sequences each should take."""
 
     def holding(one: str | tuple[str, float]) -> Holding:
         device, sequences = (one, 1.0) if isinstance(one, str) else one
-        return Holding(DeviceId(device), sequences)
+        return Holding(DeviceId(device), sequences, keeps)
 
     return Stage(
         columns=tuple(

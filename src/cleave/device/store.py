@@ -55,7 +55,7 @@ class Kept:
     """What forward kept of some rows in one sublayer."""
 
     x: Array
-    """Its input; None of the first sublayer, whose input is an operand."""
+    """Its input; None for the first sublayer, whose input is an operand."""
     inside: tuple[Array, ...] = ()
     """What its own backward would otherwise recompute; empty if that was not kept."""
 
@@ -64,9 +64,8 @@ class Kept:
 class Tape:
     """What forward kept of one chunk."""
 
-    rows: int
-    shard: object
-    """The shard that it went through."""
+    of: object
+    """The rows, the shard and the shapes of its weights: only the same ones can use it."""
     kept: tuple[Kept, ...]
     """An entry per sublayer; empty if nothing was computed."""
 
@@ -159,6 +158,11 @@ class OperandStore:
         self._states[number] = State(kv_widths, sequence, kept_numbers, caches, 0, sequence)
         self.used_bytes += self._states[number].bytes
         return self._states[number]
+
+    def may_keep(self, entries: int) -> bool:
+        """Whether a tape of so many entries may be added: they too cost some hundred bytes beyond their numbers."""
+        tapes = [tape for state in self._states.values() for tape in state.tapes.values()]
+        return len(tapes) + sum(len(tape.kept) for tape in tapes) + entries < _MOST_HELD
 
     def accumulator(self, number: int, rows: int, cols: int) -> HeldOperand:
         """Return the accumulator of that number, created as zeros if missing."""

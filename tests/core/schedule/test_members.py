@@ -423,5 +423,7 @@ def test_a_download_that_began_before_any_task_does_not_change_a_rate() -> None:
     )
     roster.observe(member.name, seen.bounded(Elapsed(longest_s=0.5, late_s=0.0), 1e9), 1.0)
     assert member.down.value == before
+    late = replace(seen, down_s=1e9, compute_s=1e-3).bounded(Elapsed(longest_s=8.0, late_s=8.0), 1e9)
+    assert late.compute_s == pytest.approx(8.0), "a device that was late is not excused by what it claims"
     roster.observe(member.name, replace(seen, down_s=0.25).bounded(Elapsed(longest_s=0.5, late_s=0.0), 1e9), 1.0)
     assert member.down.value > 2 * before

@@ -12,10 +12,11 @@ from tests.support.plans import plan_of, stage_of
 from tests.support.stacks import SmallDecoder, decoder
 
 from cleave.core.model.batch import Batch
+from cleave.core.model.keeping import KEEPINGS, Keeping
 from cleave.core.model.shard import Shard, most_slices
 from cleave.core.schedule.desks import Desk
 from cleave.core.schedule.device_memory import DeviceMemory, Holders
-from cleave.core.schedule.pipeline import Pipeline
+from cleave.core.schedule.pipeline import Course, Pipeline
 from cleave.core.schedule.tasks import DeviceId
 from cleave.errors import InfeasibleError
 from cleave.protocol.numbers import NumpyCodec
@@ -54,12 +55,20 @@ class Layout:
     """The tasks and the pipeline of a pass with a given shard among others, all on one device."""
 
     def __init__(
-        self, model: SmallDecoder, shard: Shard, batch: Batch[Tensor], operands: Operands, chunk: int, run: Run
+        self,
+        model: SmallDecoder,
+        shard: Shard,
+        batch: Batch[Tensor],
+        operands: Operands,
+        chunk: int,
+        run: Run,
+        course: Course = "both",
+        keeps: Keeping = "nothing",
     ) -> None:
         total = len(model.decoder.parts) + (model.decoder.head is not None)
         last = shard.first + shard.count
         bounds = [(0, shard.first, 1), (shard.first, shard.count, shard.of), (last, total - last, 1)]
-        plan = plan_of([stage_of(first, count, [["ann"]] * of) for first, count, of in bounds if count], chunk)
+        plan = plan_of([stage_of(first, count, [["ann"]] * of, keeps) for first, count, of in bounds if count], chunk)
         stages = [stage.shards for stage in plan.stages]
         activations = Activations(
             batch,
@@ -79,9 +88,9 @@ class Layout:
             format="fp32",
             operands=operands,
             ids=itertools.count(1),
-            course="both",
+            course=course,
         )
-        self.pipeline = Pipeline(stages, sequences=batch.sequences, chunks=activations.chunks, course="both")
+        self.pipeline = Pipeline(stages, sequences=batch.sequences, chunks=activations.chunks, course=course)
 
 
 class NoRun:
@@ -95,9 +104,9 @@ def run() -> Run:
 
 
 @steady
-@given(shards(), st.integers(1, 8), st.integers(1, 4), st.booleans())
+@given(shards(), st.integers(1, 8), st.integers(1, 4), st.booleans(), st.sampled_from(KEEPINGS))
 def test_every_unit_fits_even_when_all_slots_are_taken(
-    shard_of: tuple[str, Shard], chunk: int, open_sequences: int, is_rotary: bool
+    shard_of: tuple[str, Shard], chunk: int, open_sequences: int, is_rotary: bool, keeps: Keeping
 ) -> None:
     """In exactly the memory that was counted: states and gradients stay, and each unit fits next to them."""
     model, shard = MODELS[shard_of[0]], shard_of[1]
@@ -109,8 +118,8 @@ def test_every_unit_fits_even_when_all_slots_are_taken(
     tasks, pipeline = layout.tasks, layout.pipeline
     memories: dict[Shard, DeviceMemory] = {}
     for place in pipeline.shards:
-        pipeline.desks.add(place, Desk(ANN, open_sequences, 1.0))
-        memories[place] = DeviceMemory(ANN, tasks.need_bytes(place, open_sequences), Holders())
+        pipeline.desks.add(place, Desk(ANN, open_sequences, 1.0, keeps))
+        memories[place] = DeviceMemory(ANN, tasks.need_bytes(place, open_sequences, keeps), Holders())
     units, done = pipeline.begin(), 0
     while units:
         unit = units.pop(0)
@@ -134,6 +143,29 @@ def test_desks_get_as_many_slots_as_device_memory_allows(run: Run) -> None:
         layout.tasks.set_desks(layout.pipeline, lambda device: layout.tasks.need_bytes(shard, 0) - 1)
     layout.tasks.set_desks(layout.pipeline, lambda device: two)
     assert [(desk.device, desk.slots) for desk in layout.pipeline.desks.at(shard)] == [(ANN, 2)]
+
+
+@pytest.mark.parametrize(("course", "expected"), [("both", "all"), ("forward", "nothing"), ("backward", "nothing")])
+def test_a_device_keeps_what_was_planned_where_backward_follows_at_once(
+    run: Run, course: Course, expected: Keeping
+) -> None:
+    model, operands = MODELS["whole"], no_operands()
+    layout = Layout(model, Shard(first=0, count=5), model.batch(operands), operands, 4, run, course, "all")
+    (shard,) = layout.pipeline.shards
+    layout.tasks.set_desks(layout.pipeline, lambda device: layout.tasks.need_bytes(shard, 2, "all"))
+    (desk,) = layout.pipeline.desks.at(shard)
+    assert desk.keeps == expected
+    assert desk.slots == (2 if expected == "all" else 4)
+
+
+def test_a_device_without_the_memory_to_keep_what_was_planned_keeps_nothing(run: Run) -> None:
+    model, operands = MODELS["whole"], no_operands()
+    layout = Layout(model, Shard(first=0, count=5), model.batch(operands), operands, 4, run, "both", "all")
+    (shard,) = layout.pipeline.shards
+    layout.tasks.set_desks(layout.pipeline, lambda device: layout.tasks.need_bytes(shard, 1, "all") - 1)
+    (desk,) = layout.pipeline.desks.at(shard)
+    assert desk.keeps == "nothing"
+    assert desk.slots >= 1
 
 
 @steady

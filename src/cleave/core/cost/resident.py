@@ -170,6 +170,10 @@ class SublayerSums:
     def __len__(self) -> int:
         return len(self.sublayers)
 
+    @property
+    def is_trained(self) -> bool:
+        return any(one.trained for one in self.sublayers)
+
     def differences(self, first: Ints, count: Ints) -> dict[str, Floats]:
         found = self.sums[:, first + count] - self.sums[:, first]
         return dict(zip(_SUMMED, found, strict=True))

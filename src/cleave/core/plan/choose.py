@@ -170,10 +170,11 @@ def choose_pass(
     could_win = not must and expected_s("gemm", gemm_s) < expected_s("resident", resident_s)
     if could_win:
         gemm_s = gemms_s(work, profiles, setting) + attention_s
-    best_s = min(gemm_s, local_s)
     limit = f"limit: {plan.limit}" + (f"; {audits_s:.3g} s of audits" if audits_s else "")
     others_s = min(expected_s("gemm", gemm_s), expected_s("server", local_s))
     if not must and others_s < expected_s("resident", resident_s):
+        gemm_s = gemm_s if could_win else math.inf  # a bound is no prediction
+        best_s = min(gemm_s, local_s)
         where = "product by product" if gemm_s <= local_s else "on this server alone"
         reason = f"predicted {best_s:.3g} s a step {where}, {resident_s:.3g} s with resident layers ({limit})"
         return PassChoice(

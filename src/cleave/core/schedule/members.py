@@ -128,7 +128,9 @@ class Observation:
         for, as compute or, for a result without any, as sending it: whatever the device claims, it was that slow.
         """
         compute_s, down_s = _within(self.compute_s, elapsed.longest_s), _within(self.down_s, elapsed.longest_s)
-        down_bytes = self.down_bytes if self.down_s <= elapsed.longest_s else 0
+        down_bytes = self.down_bytes
+        if not self.down_s <= elapsed.longest_s:
+            down_bytes, down_s = 0, 0.0
         seen = replace(self, compute_s=compute_s, down_bytes=down_bytes, down_s=down_s)
         missing_s = elapsed.late_s - (compute_s + down_s + self.up_s)
         if missing_s <= 0:

@@ -14,7 +14,7 @@ from cleave.core.model.decoder import Norm, Weight
 from cleave.device.kernels import Array, Kernel
 
 Inside = tuple[Array, ...]
-"""What a sublayer's forward may keep for its backward; empty if it did not."""
+"""What a sublayer's forward may keep for its backward; empty if it kept nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

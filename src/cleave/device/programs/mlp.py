@@ -57,7 +57,7 @@ def backward(scope: Scope, part: Mlp, x: Array, dy: Array, kept: Inside = ()) ->
     return normalize_back(scope, part.norm, normed, input_gradient(scope, gating, slope, d_normed))
 
 
-def _products(scope: Scope, part: Mlp, normed: Array) -> tuple[Array, Array]:
+def _products(scope: Scope, part: Mlp, normed: Array) -> tuple[Array, Array | None]:
     """The product that the activation is applied to and, with a gate, the other one."""
     return apply(scope, _gating(part), normed), None if part.gate is None else apply(scope, part.up, normed)
 

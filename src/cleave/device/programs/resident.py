@@ -19,7 +19,7 @@ from cleave.device.programs.binding import Bound, bind, check_program
 from cleave.device.programs.gemm import Chunk, GemmTask, bands
 from cleave.device.store import Kept, OperandStore, State, Tape
 from cleave.errors import ProtocolError
-from cleave.protocol.programs import Backward, Collect, Forward, GemmProgram, Hold, Program
+from cleave.protocol.programs import Backward, Collect, Forward, GemmProgram, Hold, Program, parameters
 
 _EMPTY_RESULT_SHAPE = 1, 1
 """Shape of a result that only signals completion."""
@@ -151,8 +151,8 @@ class ShardTask:
         program = self._program
         if state is not None and isinstance(program, Forward):
             state.forward_rows += bound.scope.rows
-            if program.keeps != "nothing" and not program.is_silent:
-                state.tapes[program.first_row] = Tape(bound.scope.rows, bound.shard, kept)
+            if state.kept_numbers and not program.is_silent and self._store.may_keep(len(kept)):
+                state.tapes[program.first_row] = Tape(_identity(program, bound), kept)
         elif state is not None:
             state.backward_row = program.first_row
             state.tapes.pop(program.first_row, None)
@@ -231,7 +231,13 @@ class HoldTask:
 def _tape(state: State | None, program: Forward | Backward, bound: Bound) -> Tape | None:
     """What forward kept of these very rows in this very shard; None if it kept nothing, or something else."""
     tape = None if state is None else state.tapes.get(program.first_row)
-    return tape if tape is not None and (tape.rows, tape.shard) == (bound.scope.rows, bound.shard) else None
+    return tape if tape is not None and tape.of == _identity(program, bound) else None
+
+
+def _identity(program: Forward | Backward, bound: Bound) -> object:
+    """Rows, shard and shapes: a number may have been given to another operand between forward and backward."""
+    shapes = tuple(tuple(bound.scope.values[number].shape) for number in parameters(program))
+    return bound.scope.rows, bound.hidden, bound.shard, shapes
 
 
 def _result_shape(program: Forward | Backward, bound: Bound) -> tuple[int, int]:

@@ -163,7 +163,7 @@ async def _probe(channel: Channel, most_bytes: int) -> tuple[float, float, float
     # a process that was kept waiting makes a link look slow: unless a link is too fast to tell, or slow, look again
     size_down, size_up = (size if size < most_bytes else 0 for size in (size_down, size_up))
     if rates.took_s <= _LONG_PROBE_S and (size_down or size_up):
-        again = await _exchange(channel, size_down, size_up, latency_s)
+        again = await _exchange(channel, size_down, size_up, latency_s, known_up=up)
         down, up = max(down, again.down), max(up, again.up)
     return latency_s, min(down, 20e9), min(up, 20e9)
 
@@ -176,7 +176,10 @@ class _Exchange(NamedTuple):
     took_s: float
 
 
-async def _exchange(channel: Channel, down_bytes: int, up_bytes: int, latency_s: float) -> _Exchange:
+async def _exchange(
+    channel: Channel, down_bytes: int, up_bytes: int, latency_s: float, known_up: float = 0.0
+) -> _Exchange:
+    """Measure both ways at once; an answer slower than `known_up` does not excuse a slow download."""
     started = time.perf_counter()
     await channel.send(messages.Probe(answer=up_bytes, payload=down_bytes), bytes(down_bytes))
     answer = await _probed(channel)
@@ -185,7 +188,8 @@ async def _exchange(channel: Channel, down_bytes: int, up_bytes: int, latency_s:
     claimed_s = answer.message.down_s if answer.message.down_s > 0 else 0.0
     # a burst, or bytes found in a buffer, may make one way look shorter than the link's rate says, but nothing makes
     # both ways together shorter than they were
-    down_s = max(min(claimed_s, _MOST_BURST * took_s), took_s - answer.link_s, 1e-7)
+    returning_s = min(answer.link_s, up_bytes / known_up) if known_up else answer.link_s
+    down_s = max(min(claimed_s, _MOST_BURST * took_s), took_s - returning_s, 1e-7)
     up_s = max(answer.arrival_s, took_s - claimed_s, 1e-7)
     return _Exchange(down_bytes / down_s, up_bytes / up_s, took_s)
 

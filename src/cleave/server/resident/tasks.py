@@ -209,7 +209,7 @@ class ResidentTasks:
                 first - seat.sequence * self._batch.sequence,
                 last - first,
                 is_silent=unit.is_silent,
-                keeps=seat.desk.keeps,
+                keeps=seat.kept_of(unit.chunk),
             ),
             effort=float(thin_effort(last - first)),
             up_bytes=encoded_bytes(format, rows, cols),
@@ -311,7 +311,7 @@ class ResidentTasks:
 
     def _state(self, seat: Seat) -> Operand:
         if seat not in self.states:
-            self.states[seat] = self._operands.made(self.held[seat.shard].demand.state_bytes(seat.desk.keeps))
+            self.states[seat] = self._operands.made(self.held[seat.shard].demand.state_bytes(seat.keeps))
         return self.states[seat]
 
     # -------------------------------------------------------------------------------------------- programs
@@ -328,7 +328,7 @@ class ResidentTasks:
             sequence=self._batch.sequence,
             is_slice=seat.shard.of > 1,
             rotary_row=rotary[1] if rotary else 0,
-            keeps=seat.desk.keeps,
+            keeps=seat.keeps,
         )
         if unit.direction == "forward":
             return Forward(**place, **read, is_silent=unit.is_silent)

@@ -91,6 +91,10 @@ class LinearPlan:
     def total_s(self) -> float:
         return self.devices_s + self.server_s
 
+    def charged(self, server: Server) -> LinearPlan:
+        """The same with the server's time for its tasks and bytes."""
+        return replace(self, server_s=self.tasks * server.task_s + self.moved_bytes * server.byte_s)
+
 
 def plan_linear(
     profiles: Profiles, linear: Linear, wire: WireFormat, *, server: Server | None = None, search: bool = True
@@ -103,19 +107,31 @@ def plan_linear(
     server = server or Server()
     if search and server.task_s + server.byte_s > 0:
         profiles = _worthwhile(profiles, linear, wire, server)
-    return _charged(_faster_way(profiles, linear, wire, search=search), server)
+    return _faster_way(profiles, linear, wire, server, search=search)
 
 
 def least_linear_s(profiles: Profiles, linear: Linear, wire: WireFormat) -> float:
-    """A lower bound on the time of every plan for the layer, in milliseconds; plans take seconds to find."""
+    """Seconds that no plan for the layer can beat; found in milliseconds, where a plan takes seconds."""
     unit = unit_costs(_in_wire_bytes(profiles, wire), wire, Server())
     blocks_s = sum(bound_3d(unit, gemm, Server()) for gemm in linear.gemms.values())
-    rows = _by_rows(profiles, linear, wire)
-    return blocks_s if rows is None else min(blocks_s, rows.devices_s)
+    unit = unit_costs(profiles, wire, Server())
+    per_row, fixed, most = _row_costs(unit, linear)
+    shares = fill(linear.tokens, fixed, per_row, most)
+    if shares is None:
+        return blocks_s
+    # whole rows: a device may have one more than at the level at which all finish together
+    return min(blocks_s, float((fixed + np.maximum(shares - 1, 0) * per_row)[shares > 0].max()))
 
 
-def _charged(plan: LinearPlan, server: Server) -> LinearPlan:
-    return replace(plan, server_s=plan.tasks * server.task_s + plan.moved_bytes * server.byte_s)
+def _row_costs(unit: UnitCosts, linear: Linear) -> tuple[Floats, Floats, Floats]:
+    """Of all roles together, with W held: seconds per token, fixed seconds, and the most tokens that fit."""
+    per_row, fixed = row_costs_s(unit, linear.in_width, linear.out_width)
+    most = rows_beside_weights(unit, linear.in_width, linear.out_width, sums="grad_weight" in linear.roles)
+    return _total(per_row, linear), _total(fixed, linear), most
+
+
+def _total(of: dict[Role, Floats], linear: Linear) -> Floats:
+    return np.sum([of[role] for role in linear.roles], axis=0)
 
 
 def _worthwhile(profiles: Profiles, linear: Linear, wire: WireFormat, server: Server) -> Profiles:
@@ -149,8 +165,9 @@ def _least_s(unit: UnitCosts, gemm: Gemm, server: Server) -> float:
     return bound_s + len(unit) * server.task_s + moved_bytes * server.byte_s
 
 
-def _faster_way(profiles: Profiles, linear: Linear, wire: WireFormat, *, search: bool) -> LinearPlan:
+def _faster_way(profiles: Profiles, linear: Linear, wire: WireFormat, server: Server, *, search: bool) -> LinearPlan:
     rows = _by_rows(profiles, linear, wire)
+    rows = rows.charged(server) if rows is not None else None
     if rows is not None and not search:
         return rows
     unit = unit_costs(_in_wire_bytes(profiles, wire), wire, Server())
@@ -158,7 +175,7 @@ def _faster_way(profiles: Profiles, linear: Linear, wire: WireFormat, *, search:
     if rows is not None and rows.total_s <= least_s * _MIN_SPEEDUP:
         return rows
     try:
-        blocks = _by_blocks(profiles, linear, wire)
+        blocks = _by_blocks(profiles, linear, wire).charged(server)
     except InfeasibleError:
         if rows is None:
             raise
@@ -174,12 +191,8 @@ def _by_rows(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPlan
     per_row, fixed = row_costs_s(unit, k, n)
     if roles[0] != "grad_weight":
         fixed[roles[0]] = fixed[roles[0]] + unit.down_s * (k * n)  # the first gemm that needs W brings it along
-
-    def total(of: dict[Role, Floats]) -> Floats:
-        return np.sum([of[role] for role in roles], axis=0)
-
     most = rows_beside_weights(unit, k, n, sums="grad_weight" in roles)
-    shares = fill(linear.tokens, total(fixed), total(per_row), most)
+    shares = fill(linear.tokens, _total(fixed, linear), _total(per_row, linear), most)
     if shares is None:
         return None
     ends = np.cumsum(shares)

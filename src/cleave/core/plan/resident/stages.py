@@ -195,10 +195,10 @@ def paces(problem: Problem, of: ShardCosts, members: Bools, chunk: int) -> Paces
 def _keeps(problem: Problem, of: ShardCosts, free: Floats, mates: Ints) -> tuple[Ints, Floats]:
     """What each device keeps in each column, and the bytes of that: what spares most and leaves room for its sequences.
 
-    Only shards with attention have a state to keep it in, and only where the loss is on devices does backward follow
-    forward at once.
+    Only shards with attention have a state to keep it in, and only in training with the loss on devices does backward
+    follow forward at once.
     """
-    if problem.sums.sublayers[-1].kind != "head":
+    if problem.sums.sublayers[-1].kind != "head" or not problem.sums.is_trained:
         return np.zeros(free.shape, dtype=np.int64), np.zeros(free.shape)
     share = np.minimum(np.ceil(_LARGEST_SHARE * problem.sequences / mates), problem.sequences)
     sequences = np.minimum(share, _MANY_OPEN)[:, None]
