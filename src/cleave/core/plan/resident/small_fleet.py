@@ -24,7 +24,16 @@ from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Bools, Floats, Ints, Profiles
 from cleave.core.model.sublayers import Sublayer
 from cleave.core.plan.resident.search import Search
-from cleave.core.plan.resident.stages import Draft, Problem, ResidentPlan, drafts, judge, paces, share_rows
+from cleave.core.plan.resident.stages import (
+    Draft,
+    Problem,
+    ResidentPlan,
+    drafts,
+    is_cramped,
+    judge,
+    paces,
+    share_rows,
+)
 from cleave.core.plan.resident.timeline import PLAYED_SEQUENCES
 from cleave.errors import InfeasibleError, InputError
 
@@ -77,6 +86,10 @@ def plan_columns(
     best = _best(problem, sizes)
     if best is None:
         raise InfeasibleError(_why_not(problem, sizes[0]))
+    if is_cramped(problem, drafts(best.stages, profiles.names) or [], best.chunk):
+        # what devices keep leaves room for fewer sequences: that may not pay
+        lean = _best(replace(problem, may_keep=False), sizes)
+        best = best if lean is None else min(best, lean, key=lambda plan: plan.step_s)
     if standing is not None and best.step_s > standing.step_s * _WORTH_MOVING:
         return standing
     return best

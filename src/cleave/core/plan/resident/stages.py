@@ -150,6 +150,8 @@ class Problem:
     medium_bytes_per_s: float
     cores: float = np.inf
     """how many devices can compute at once; devices on one machine share its cores"""
+    may_keep: bool = True
+    """whether devices may keep activations for backward"""
 
     @property
     def rows(self) -> int:
@@ -193,18 +195,19 @@ def paces(problem: Problem, of: ShardCosts, members: Bools, chunk: int) -> Paces
 
 
 def _keeps(problem: Problem, of: ShardCosts, free: Floats, mates: Ints) -> tuple[Ints, Floats]:
-    """What each device keeps in each column, and the bytes of that: what spares most and leaves room for its sequences.
+    """What each device keeps in each column, and the bytes of that: what spares most beside its sequences and their x.
 
     Only shards with attention have a state to keep it in, and only in training with the loss on devices does backward
     follow forward at once.
     """
-    if problem.sums.sublayers[-1].kind != "head" or not problem.sums.is_trained:
+    if not problem.may_keep or problem.sums.sublayers[-1].kind != "head" or not problem.sums.is_trained:
         return np.zeros(free.shape, dtype=np.int64), np.zeros(free.shape)
-    share = np.minimum(np.ceil(_LARGEST_SHARE * problem.sequences / mates), problem.sequences)
-    sequences = np.minimum(share, _MANY_OPEN)[:, None]
+    share = np.minimum(np.ceil(_LARGEST_SHARE * problem.sequences / mates), problem.sequences)[:, None]
+    sequences = np.minimum(share, _MANY_OPEN)
     kept = sequences * of.kept_bytes
-    states = kept + (sequences - 1) * of.state_bytes[:, None]
-    fits = (free[:, :, None] >= states[:, None]) & of.takes_sequences[:, None, None]
+    x_bytes = share * problem.sums.sequence * of.kept_bytes_per_row[:, None]  # what is not kept is sent again
+    needed = kept + (sequences - 1) * of.state_bytes[:, None] + x_bytes
+    fits = (free[:, :, None] >= needed[:, None]) & of.takes_sequences[:, None, None]
     keeps = np.where(fits, of.spared_flops_per_row[:, None], 0.0).argmax(axis=2)
     return keeps, np.take_along_axis(kept, keeps, axis=1)
 
@@ -320,6 +323,16 @@ def _share(problem: Problem, stages: Sequence[Draft], chunk: int) -> _Shared | N
         up=of.up_bytes_per_row[:, None] * rows + np.where(rows > 0, of.sync_up_bytes[:, None], 0.0),
         begins=np.concatenate([[0], np.cumsum([len(stage.members) for stage in stages])[:-1]]),
     )
+
+
+def is_cramped(problem: Problem, stages: Sequence[Draft], chunk: int) -> bool:
+    """Whether some device has not the memory to keep everything of all its sequences."""
+    shared = _share(problem, stages, chunk)
+    if shared is None:
+        return True
+    has_less = shared.of.takes_sequences[:, None] & (shared.pace.keeps < len(KEEPINGS) - 1)
+    has_few = _slots(problem, shared) * problem.sums.sequence < shared.rows
+    return bool(((shared.rows > 0) & (has_less | has_few)).any())
 
 
 class _Hops(NamedTuple):
