@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
@@ -78,19 +77,6 @@ class GradientSum:
         for gap in self._gaps(part):
             self._at(gap)[...] = _cut(values, part, gap)
             self._written.append(gap)
-
-    def decode(self, part: Rectangle, decode_into: Callable[[Matrix, bool], None]) -> Matrix | None:
-        """Have numbers decoded where they belong, or added there; return them, None if part of them would be first.
-
-        Saves a pass over memory: a number of a 16-bit wire is written once instead of twice.
-        """
-        gaps = self._gaps(part)
-        if gaps not in ([], [part]):
-            return None
-        values = self._at(part)
-        decode_into(values, not gaps)
-        self._written += gaps
-        return values
 
     def complete(self) -> Matrix:
         """Return the sum so far."""
@@ -197,8 +183,6 @@ class ResidentResults:
 
     def _keep_gradient(self, result: GradientPart) -> None:
         part, view = result.part, result.view
-        if result.case is None and result.wanted == (part,) and self._decode_gradient(result):
-            return
         if result.message.format == "fp32":
             values = np.frombuffer(cast("Buffer", result.payload), dtype="<f4").reshape(part.rows, part.cols)
         else:
@@ -211,19 +195,6 @@ class ResidentResults:
             total = self._sum(view.parameter)
             for wanted in result.wanted:
                 total.add(wanted.moved(view.rows[0], view.cols[0]), _cut(values, part, wanted))
-
-    def _decode_gradient(self, result: GradientPart) -> bool:
-        """Decode all of a part straight into the sum; return False if that cannot be done."""
-        payload, format, view = cast("Buffer", result.payload), result.message.format, result.view
-        with self._adding:
-            summed = self._sum(view.parameter).decode(
-                result.part.moved(view.rows[0], view.cols[0]),
-                lambda out, add: self._codec.decode_into(payload, format, out, add),
-            )
-        if summed is None:
-            return False
-        self._inspect(summed)
-        return True
 
     def _inspect(self, values: Matrix) -> None:
         """Refuse numbers that no model in training has, unless they will be audited."""
