@@ -110,7 +110,7 @@ class Journey:
 
     def forward(self, x: Matrix, chunk: int, state: int, *, is_silent: bool = False) -> Iterator[Forward]:
         for first in range(0, len(x), chunk):
-            yield Forward(**self._unit(x, first, chunk, state), is_silent=is_silent)
+            yield Forward(**self._unit(x, first, chunk, state), is_silent=is_silent, keeps=self.keeps)
 
     def backward(
         self, x: Matrix, dy: Matrix, chunk: int, accumulators: dict[int, int], state: int
@@ -136,7 +136,6 @@ class Journey:
             "rotary": None if self.rotary is None else put(self.rotary),
             "rotary_row": first,
             "targets": None if self.targets is None else put(self.targets[first : first + chunk]),
-            "keeps": self.keeps,
         }
 
 

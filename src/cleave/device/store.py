@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from cleave.core.cost.resident import state_bytes
 from cleave.core.cost.wire import DEVICE_BYTES
+from cleave.core.model.keeping import Keeping
 from cleave.device.kernels import Array, Kernel
 from cleave.errors import ProtocolError
 from cleave.protocol.frames import Buffer
@@ -76,8 +77,10 @@ class State:
 
     kv_widths: tuple[int, ...]
     sequence: int
+    keeps: Keeping
+    """What forward keeps for backward."""
     kept_numbers: int
-    """Numbers per row that forward may keep."""
+    """Numbers per row of that."""
     caches: tuple[KVCache, ...]
     forward_rows: int
     """Leading rows already processed forward."""
@@ -152,10 +155,17 @@ class OperandStore:
     def state(self, number: int) -> State | None:
         return self._states.get(number)
 
-    def make_state(self, number: int, kv_widths: tuple[int, ...], sequence: int, kept_numbers: int = 0) -> State:
+    def make_state(
+        self,
+        number: int,
+        kv_widths: tuple[int, ...],
+        sequence: int,
+        keeps: Keeping = "nothing",
+        kept_numbers: int = 0,
+    ) -> State:
         self._claim(number, state_bytes(kv_widths, sequence, kept_numbers))
         caches = tuple(KVCache(self._zeros(sequence, width), self._zeros(sequence, width)) for width in kv_widths)
-        self._states[number] = State(kv_widths, sequence, kept_numbers, caches, 0, sequence)
+        self._states[number] = State(kv_widths, sequence, keeps, kept_numbers, caches, 0, sequence)
         self.used_bytes += self._states[number].bytes
         return self._states[number]
 

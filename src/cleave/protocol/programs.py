@@ -58,9 +58,6 @@ class _Unit(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rotary_row: int = 0
     targets: int | None = None
     """With a head, rows x 1: index of the target token, negative where there is none."""
-    keeps: Keeping = "nothing"
-    """What forward keeps in the state for backward, the same in every unit of a sequence. What is missing there is
-    recomputed, so that results do not depend on it."""
 
 
 class Forward(_Unit, frozen=True, kw_only=True, omit_defaults=True, tag_field="program", tag="forward"):
@@ -68,6 +65,9 @@ class Forward(_Unit, frozen=True, kw_only=True, omit_defaults=True, tag_field="p
     target is not in it. A silent unit only rebuilds a state and returns 1 x 1."""
 
     is_silent: bool = False
+    keeps: Keeping = "nothing"
+    """What to keep in the state for backward, the same in every unit of a sequence. What is missing there is
+    recomputed, so that results do not depend on it."""
 
 
 class Backward(_Unit, frozen=True, kw_only=True, omit_defaults=True, tag_field="program", tag="backward"):

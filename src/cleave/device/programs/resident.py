@@ -109,9 +109,10 @@ class ShardTask:
         if not self._has_state:
             return None
         state = self._store.state(program.state)
-        kept = shards.numbers_kept(bound.scope, bound.shard, bound.hidden, program.keeps)
+        keeps = program.keeps if isinstance(program, Forward) else "nothing" if state is None else state.keeps
+        kept = shards.numbers_kept(bound.scope, bound.shard, bound.hidden, keeps)
         if state is None:
-            state = self._store.make_state(program.state, bound.kv_widths, program.sequence, kept)
+            state = self._store.make_state(program.state, bound.kv_widths, program.sequence, keeps, kept)
         made, asked = (state.sequence, state.kv_widths, state.kept_numbers), (program.sequence, bound.kv_widths, kept)
         if made != asked:
             raise ProtocolError(
@@ -129,7 +130,7 @@ class ShardTask:
             case Forward():
                 flops = shards.forward_flops(scope, shard)
             case Backward():
-                flops = shards.backward_flops(scope, shard, "nothing" if tape is None else program.keeps)
+                flops = shards.backward_flops(scope, shard, "nothing" if state is None or tape is None else state.keeps)
         rows, cols = _result_shape(program, bound)
         self.room_bytes = 4 * rows * cols + shards.workspace_bytes(scope, shard, bound.hidden)
         self._pending, self._has_begun = bands(rows, cols), True
@@ -163,7 +164,8 @@ class ShardTask:
         if isinstance(program, Forward) and program.is_silent:
             shards.rebuild(bound.scope, bound.shard, caches, bound.x)
         else:
-            result, kept = shards.forward(bound.scope, bound.shard, caches, bound.x, program.keeps)
+            keeps = "nothing" if state is None else state.keeps
+            result, kept = shards.forward(bound.scope, bound.shard, caches, bound.x, keeps)
         self._advance(bound, state, kept)
         return result
 

@@ -96,7 +96,6 @@ class _Place(TypedDict):
     sequence: int
     is_slice: bool
     rotary_row: int
-    keeps: Keeping
 
 
 class ResidentTasks:
@@ -328,10 +327,9 @@ class ResidentTasks:
             sequence=self._batch.sequence,
             is_slice=seat.shard.of > 1,
             rotary_row=rotary[1] if rotary else 0,
-            keeps=seat.keeps,
         )
         if unit.direction == "forward":
-            return Forward(**place, **read, is_silent=unit.is_silent)
+            return Forward(**place, **read, is_silent=unit.is_silent, keeps=seat.keeps)
         accumulators = [operand.id for operand in self.readings[seat.account].operands]
         return Backward(
             **place,
