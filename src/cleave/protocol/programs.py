@@ -1,8 +1,8 @@
 """Programs a device can run: a closed set, on operands named by number.
 
 `Gemm` is one block of a product. `Forward` and `Backward` take some rows of one sequence through parts of a model whose
-weights the device holds; `Collect` reads a gradient that backward tasks accumulated; `Hold` sends weights ahead. A part
-is a residual sublayer, x + f(norm(x)); a head is the last norm, the vocabulary and the loss, so that logits never
+weights the device holds; `Collect` reads a gradient that backward tasks accumulated; `Hold` sends weights ahead.
+`SquareSum`, `Update` and `Copy` serve leased weights, whose optimizer runs on the device. A part is a residual sublayer, x + f(norm(x)); a head is the last norm, the vocabulary and the loss, so that logits never
 travel. A slice (some heads, some MLP columns, some of the vocabulary) returns f(norm(x)) alone, for the server to sum
 in fp32.
 
@@ -18,6 +18,7 @@ import msgspec
 
 from cleave.core.model.decoder import Head, Part, weights_of
 from cleave.core.model.keeping import Keeping
+from cleave.core.model.update_rule import Rule
 
 Layout = Literal["nt", "nn", "tn"]
 """How the stored operands enter the product: nt A B^T, nn A B, tn A^T B. Neither side ever makes a transposed copy."""
@@ -81,7 +82,7 @@ class Backward(_Unit, frozen=True, kw_only=True, omit_defaults=True, tag_field="
 
 
 class Collect(msgspec.Struct, frozen=True, kw_only=True, tag_field="program", tag="collect"):
-    """Return an accumulator; the server drops it once all of it has arrived."""
+    """Return an accumulator, or a weight or state that updates have changed; the server drops what it needs no more."""
 
     accumulator: int
     rows: int
@@ -94,7 +95,39 @@ class Hold(msgspec.Struct, frozen=True, kw_only=True, tag_field="program", tag="
     operands: tuple[int, ...]
 
 
-Program = GemmProgram | Forward | Backward | Collect | Hold
+class SquareSum(msgspec.Struct, frozen=True, kw_only=True, tag_field="program", tag="square_sum"):
+    """Return 1 x n: the sum of squares of each accumulator, for clipping by the norm of all gradients."""
+
+    accumulators: tuple[int, ...]
+
+
+class Leased(msgspec.Struct, frozen=True, array_like=True):
+    """A weight that the device updates itself: operand, accumulator of its gradient, optimizer states."""
+
+    weight: int
+    accumulator: int
+    states: tuple[int, ...] = ()
+
+
+class Update(msgspec.Struct, frozen=True, kw_only=True, tag_field="program", tag="update"):
+    """Change weights and states in place by a rule, from gradients times `scale`; return a 1 x 1 zero.
+
+    Accumulators stay as they are: the server drops them when the caller clears its gradients.
+    """
+
+    rule: Rule
+    weights: tuple[Leased, ...]
+    scale: float = 1.0
+
+
+class Copy(msgspec.Struct, frozen=True, kw_only=True, tag_field="program", tag="copy"):
+    """Copy operands, to be collected while updates go on; return a 1 x 1 zero. Copies are read like accumulators."""
+
+    copies: tuple[tuple[int, int], ...]
+    """(operand, its copy)"""
+
+
+Program = GemmProgram | Forward | Backward | Collect | Hold | SquareSum | Update | Copy
 
 
 def operands(program: Program) -> tuple[int, ...]:
@@ -102,8 +135,12 @@ def operands(program: Program) -> tuple[int, ...]:
     match program:
         case GemmProgram(terms=terms):
             return tuple(operand for term in terms for operand in term)
-        case Collect():
+        case Collect() | SquareSum():
             return ()
+        case Update(weights=weights):
+            return tuple(number for one in weights for number in (one.weight, *one.states))
+        case Copy(copies=copies):
+            return tuple(operand for operand, _ in copies)
         case Hold(operands=ahead):
             return ahead
         case Forward() | Backward():
