@@ -331,6 +331,7 @@ class Fleet:
 
     def close(self, reason: str = "done", *, rejoin: bool = False) -> None:
         """Say goodbye to every device and stop the server; with `rejoin`, devices wait for it to return."""
+        self.cluster.prepare_closing()
         self._service.stop(reason, rejoin=rejoin)
         if rejoin:  # remote devices wait for this server to return; local ones end with it
             for process in self._processes:

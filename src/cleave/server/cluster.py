@@ -13,7 +13,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -48,6 +48,7 @@ from cleave.server.planning import Planning, Snapshot
 from cleave.server.resident.activations import Batched
 from cleave.server.resident.audit_case import Replay
 from cleave.server.resident.audits import Audits, AuditTotals
+from cleave.server.resident.lease import Lease, Lent
 from cleave.server.resident.results import ResidentResults
 from cleave.server.resident.run import ResidentRun
 from cleave.server.server_cost import BYTE_S, TASK_S, Handling
@@ -151,6 +152,7 @@ class Cluster:
         self._products = self._products_then = 0
         self._is_unused = False
         self._is_closed = False
+        self._closing: list[Callable[[], None]] = []
         self._waiting_lock, self._waiting, self._waiting_since, self._waiting_s = threading.Lock(), 0, 0.0, 0.0
         self._cpu_since = self._waiting_cpu_s = 0.0
 
@@ -224,14 +226,39 @@ class Cluster:
         self._start(run)
         return run.done
 
-    def run(self, decoder: Decoder, batch: Batched, plan: ResidentPlan | None = None) -> ResidentRun:
-        """Start a batch through a decoder's resident layers, under the plan made for it."""
+    def lease(self, decoder: Decoder, plan: ResidentPlan, lent: Mapping[int, Lent]) -> Lease:
+        """Prepare to lend parameters to the devices that hold them alone under a plan."""
+        self.check_open()
+        return Lease(
+            decoder,
+            plan,
+            lent,
+            operands=self._driver.operands,
+            ids=self._ids,
+            fleet=self._fleet,
+            post=self._driver.post_soon,
+        )
+
+    def run(
+        self,
+        decoder: Decoder,
+        batch: Batched,
+        plan: ResidentPlan | None = None,
+        lease: Lease | None = None,
+        *,
+        is_exact: bool = False,
+    ) -> ResidentRun:
+        """Start a batch through a decoder's resident layers, under the plan made for it.
+
+        With a lease, the plan is the lease's. `is_exact` brings gradients of weights back in fp32, whatever the wire.
+        """
         run = ResidentRun(
             decoder,
             batch,
             plan,
             ResidentResults(decoder, self._codec, self._driver.operands, self._replay, self._audit_totals),
             format=self.wire,
+            gradient_format="fp32" if is_exact else self.wire,
             operands=self._driver.operands,
             ids=self._ids,
             fleet=self._fleet,
@@ -243,9 +270,15 @@ class Cluster:
                 totals=self._audit_totals,
             ),
             post=self._driver.post_soon,
+            lease=lease,
         )
         self._start(run)
         return run
+
+    def intact(self, lease: Lease) -> frozenset[int]:
+        """Leased parameters that their devices still hold."""
+        with self._lock:
+            return lease.intact
 
     def _start(self, run: Run) -> None:
         self.check_open()
@@ -280,6 +313,15 @@ class Cluster:
                 "the fleet is closed; keep it open while you train, or continue without it after "
                 "cleave.undistribute(model)"
             )
+
+    def before_closing(self, call: Callable[[], None]) -> None:
+        """Have something done, in the owner's thread, before the fleet closes."""
+        self._closing.append(call)
+
+    def prepare_closing(self) -> None:
+        """Do what was asked for before closing; devices are still there."""
+        for call in self._closing if not self._is_closed else ():
+            call()
 
     @contextmanager
     def vouching(self) -> Generator[Vouching]:

@@ -77,6 +77,10 @@ class Activations:
     def dx(self) -> Matrix:
         return self._target("dy", -1)
 
+    def boundary(self, stage: int) -> tuple[Matrix, Matrix | None]:
+        """Return a stage's input and the gradient of its output; None for a stage with the head."""
+        return self._x[stage], None if self._has_head and stage == self._last else self._dy[stage]
+
     def expect_gradients(self, dy: Matrix | None) -> None:
         """Begin a backward pass, from this gradient of the output if there is no head."""
         self._sums = {key: count for key, count in self._sums.items() if key[0] == "x"}  # drops an aborted backward's

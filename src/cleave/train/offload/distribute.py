@@ -50,13 +50,15 @@ def distribute(
     tell: Listener = lambda event: None,
     immediate: bool = False,
     grain: Grain = GRAIN,
+    may_lease: bool = True,
 ) -> Module:
     """Send the gemms of every linear layer of a model to a fleet; return the same model.
 
     Gradients of weights are complete when `backward()` returns. `immediate` makes them ordinary autograd results, for
     `torch.autograd.grad(loss, weights)`, at the cost of waiting for each. With grain `auto` or `resident`, decoder
     stacks run as a whole where that is faster or, with `resident`, wherever possible; in training the loss of labels is
-    then computed there too and no logits are returned.
+    then computed there too and no logits are returned. With `may_lease`, trusted devices that hold layers alone keep
+    their weights and optimizer states, where that is faster and the optimizer allows it.
     """
     found = [module for module in model.modules() if is_linear(module)]
     if not found:
@@ -64,7 +66,7 @@ def distribute(
             f"{type(model).__name__} has no nn.Linear or Conv1D layer, so there is nothing to send to devices; "
             "train it without a fleet"
         )
-    shared = _shared_parameters(model)
+    shared = stack.shared_parameters(model)
     offloading = _Offloading(fleet, offload, tell, immediate)
     for module in found:
         if isinstance(getattr(module, "_cleave", None), _Site):
@@ -77,7 +79,15 @@ def distribute(
         tell(GrainChosen(grain="gemm", reason="as set"))
     else:
         assert isinstance(fleet, Columns), "only such a fleet runs stacks"
-        reason = stack.install(model, fleet, offloading.weights, tell, must=grain == "resident", local=offloading.local)
+        reason = stack.install(
+            model,
+            fleet,
+            offloading.weights,
+            tell,
+            must=grain == "resident",
+            local=offloading.local,
+            may_lease=may_lease and not immediate,
+        )
         if reason is not None and grain == "resident":
             undistribute(model)
             raise ModelError(f"{type(model).__name__} cannot stay on devices: {reason}; use grain auto or gemm")
@@ -94,17 +104,6 @@ def undistribute(model: Module) -> Module:
                 site.offloading.close()
             _restore(module)
     return model
-
-
-def _shared_parameters(model: nn.Module) -> set[int]:
-    """Return ids of parameters used by more than one module, such as a head tied to the embedding."""
-    seen: set[int] = set()
-    shared: set[int] = set()
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                (shared if id(parameter) in seen else seen).add(id(parameter))
-    return shared
 
 
 # ------------------------------------------------------------------------------------------------ swapped classes

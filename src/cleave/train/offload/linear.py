@@ -30,6 +30,7 @@ from cleave.core.model.gemms import Linear, Role
 from cleave.core.plan.choose import LayerChoice, Local
 from cleave.core.plan.gemm.layer import LinearPlan
 from cleave.protocol.numbers import Encoded
+from cleave.train.offload.leased_tensors import LeasedParameter
 
 _BACKWARD, _FORWARD, _WEIGHTS = 0, 1, 2  # priorities: what the caller waits for comes first
 HALVES: dict[torch.dtype, WireFormat] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -61,6 +62,11 @@ class Multiplier(Protocol):
 
 
 # ------------------------------------------------------------------------------------------------ weights
+
+
+def parameter_format(fleet: Multiplier, parameter: torch.Tensor) -> WireFormat:
+    """Return the wire format of a parameter; vectors are small and norms sensitive, so they keep their precision."""
+    return wire_format(fleet, compute_dtype(parameter)) if parameter.dim() > 1 else HALVES.get(parameter.dtype, "fp32")
 
 
 class Weights:
@@ -111,8 +117,14 @@ class Weights:
         self.steps += 1
         self._fleet.step_ended()
 
+    def touched(self) -> None:
+        """Trained parameters have new values, though no optimizer stepped."""
+        self._whole += 1
+
     def operand(self, weight: torch.Tensor, format: WireFormat) -> FleetTensor:
-        with self._lock:
+        if isinstance(weight, LeasedParameter):
+            weight._cleave_keeper.refresh("a batch is computed without the devices that keep weights")
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
             key = self._key(weight)
             formats: dict[WireFormat, tuple[object, FleetTensor]] | None = self._known.get(weight)
             if formats is None:
