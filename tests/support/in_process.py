@@ -16,9 +16,8 @@ import numpy as np
 from tests.support.plans import plan_of, stage_of
 
 from cleave.core.cost.wire import WireFormat
-from cleave.core.fleet.profiles import Profiles
-from cleave.core.model.sublayers import Sublayer
 from cleave.core.plan.choose import Arrange
+from cleave.core.plan.resident.problem import Problem
 from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import ResidentPlan, Stage
 from cleave.core.verify.trust import Level
@@ -115,8 +114,8 @@ def anyhow(seed: int, chunk: int | None = None) -> Arrange:
     """Random runs of sublayers and slices of single ones, on any devices, some in several columns; any chunk size."""
     draw = random.Random(seed)
 
-    def arrange(profiles: Profiles, sublayers: Sequence[Sublayer], *, sequence: int, **_: object) -> ResidentPlan:
-        names, first = profiles.names, 0
+    def arrange(problem: Problem, **_: object) -> ResidentPlan:
+        names, sublayers, first = problem.profiles.names, problem.sums.sublayers, 0
         stages: list[Stage] = []
         while first < len(sublayers):
             most = min(sublayers[first].slices, 4)
@@ -126,6 +125,6 @@ def anyhow(seed: int, chunk: int | None = None) -> Arrange:
             held = [[(names[device], draw.random()) for device in column] for column in columns]
             stages.append(stage_of(first, count, held))
             first += count
-        return plan_of(stages, chunk or draw.randint(1, sequence + 3))
+        return plan_of(stages, chunk or draw.randint(1, problem.sums.sequence + 3))
 
     return arrange

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from cleave.core.fleet.profiles import DeviceId, Profiles
+from cleave.core.fleet.profiles import DeviceId
 from cleave.core.model.keeping import Keeping
 from cleave.core.model.shard import Shard
-from cleave.core.model.sublayers import Sublayer
+from cleave.core.plan.resident.problem import Problem
 from cleave.core.plan.resident.stages import Column, Holding, ResidentPlan, Stage
 
 Layout = Sequence[tuple[int, Sequence[Sequence[str]]]]
@@ -46,7 +46,8 @@ def plan_of(stages: Sequence[Stage], chunk: int) -> ResidentPlan:
 def arranged(layout: Layout, chunk: int) -> Callable[..., ResidentPlan]:
     """A planner that always returns this layout on connected devices; a slice left without any goes to all of them."""
 
-    def arrange(profiles: Profiles, sublayers: Sequence[Sublayer], **_: object) -> ResidentPlan:
+    def arrange(problem: Problem, **_: object) -> ResidentPlan:
+        profiles, sublayers = problem.profiles, problem.sums.sublayers
         stages: list[Stage] = []
         first = 0
         for count, slices in layout:

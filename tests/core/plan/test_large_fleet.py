@@ -70,7 +70,7 @@ def check(plan: ModelPlan, fleet: Profiles) -> None:
             held = shard_costs(
                 of, *(np.array([x]) for x in (stage.first, stage.count, len(stage.columns))), chunk=chunk
             )
-            for _, holdings in stage.columns:
+            for holdings in (column.holdings for column in stage.columns):
                 for name, sequences, keeps in holdings:
                     device, level = places[name], np.array([[KEEPINGS.index(keeps)]])
                     rows = sequences * plan.sequence

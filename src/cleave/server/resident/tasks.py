@@ -142,9 +142,9 @@ class ResidentTasks:
         """Let devices serve their planned shards as memory allows; InfeasibleError if a shard fits on none."""
         served: dict[DeviceId, list[tuple[Shard, Holding]]] = {}
         for stage in self._plan.stages:
-            for shard, holdings in stage.columns:
-                for holding in holdings:
-                    served.setdefault(holding.device, []).append((shard, holding))
+            for column in stage.columns:
+                for holding in column.holdings:
+                    served.setdefault(holding.device, []).append((column.shard, holding))
         for device, shards in served.items():
             kept = sum(self.held[shard].demand.trained_bytes for shard, _ in shards)
             bare = [self.need_bytes(shard, 0) for shard, _ in shards]

@@ -9,7 +9,6 @@ from __future__ import annotations
 from math import inf
 
 from cleave.core.cost.rates import Server
-from cleave.core.cost.resident import sum_up
 from cleave.core.cost.terms import lean_terms
 from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Profiles
@@ -17,6 +16,7 @@ from cleave.core.model.shapes import ModelShape
 from cleave.core.model.sublayers import sublayers_of
 from cleave.core.plan.resident.cover import Recipe
 from cleave.core.plan.resident.large_fleet import ModelPlan, Round
+from cleave.core.plan.resident.problem import pose
 from cleave.core.plan.resident.search import area_bound_s
 from cleave.core.plan.resident.small_fleet import plan_columns
 
@@ -35,20 +35,18 @@ def plan_few(
 ) -> ModelPlan:
     """A plan for up to `FEW` devices; InfeasibleError if their memory does not hold the model at once."""
     sublayers, terms = sublayers_of(shape), lean_terms(wire)
-    plan = plan_columns(
+    problem = pose(
         profiles,
         sublayers,
         hidden=shape.hidden,
         sequences=tokens // sequence,
         sequence=sequence,
-        wire=wire,
+        terms=terms,
         wants_dx=not shape.adapter_rank,  # adapters leave the token table as it is
         server=server,
         medium_bytes_per_s=_medium_bytes_per_s(profiles),
-        chunks=_CHUNKS,
-        terms=terms,
     )
-    whole = sum_up(sublayers, hidden=shape.hidden, sequence=sequence, terms=terms, wants_dx=not shape.adapter_rank)
+    plan = plan_columns(problem, chunks=_CHUNKS)
     # what the busiest device spends on weights and gradients; the rest is rows
     links = {
         name: terms.weight_bytes / down + terms.gradient_bytes / up
@@ -75,7 +73,7 @@ def plan_few(
                 synchronisation_s=min(synchronisation_s, plan.busiest_s),
             ),
         ),
-        bound_s=min(area_bound_s(profiles, whole, tokens, is_held=True), plan.step_s),
+        bound_s=min(area_bound_s(profiles, problem.sums, tokens, is_held=True), plan.step_s),
         left_out={
             name: "speed: the step would take longer with it" for name in profiles.names if name not in plan.devices
         },

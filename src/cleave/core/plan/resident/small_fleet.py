@@ -17,16 +17,12 @@ from math import inf
 
 import numpy as np
 
-from cleave.core.cost.rates import Server
-from cleave.core.cost.resident import shard_costs, sum_up
-from cleave.core.cost.terms import Terms, live_terms
-from cleave.core.cost.wire import WireFormat
+from cleave.core.cost.resident import shard_costs
 from cleave.core.fleet.profiles import Bools, Floats, Ints, Profiles
-from cleave.core.model.sublayers import Sublayer
+from cleave.core.plan.resident.problem import Problem
 from cleave.core.plan.resident.search import Search
 from cleave.core.plan.resident.stages import (
     Draft,
-    Problem,
     ResidentPlan,
     drafts,
     is_cramped,
@@ -40,6 +36,7 @@ from cleave.errors import InfeasibleError, InputError
 CHUNKS = (16, 32, 64, 128, 256)
 
 _WORTH_MOVING = 0.7  # another arrangement must take less than this share: rates fluctuate, and weights must be sent
+_WORTH_LEASING = 0.95  # only optimizer states must be sent
 _STEPS_PER_E = 4  # rates within about a quarter count as equal when devices are sorted
 _FINALISTS = 5
 _MOST_UNITS = 20_000  # in one timeline: half a second
@@ -51,99 +48,68 @@ _LIKELY_CHUNKS = 3
 
 
 def plan_columns(
-    profiles: Profiles,
-    sublayers: Sequence[Sublayer],
-    *,
-    hidden: int,
-    sequences: int,
-    sequence: int,
-    wire: WireFormat,
-    wants_dx: bool = True,
-    server: Server | None = None,
-    medium_bytes_per_s: float = inf,
-    cores: float = inf,
-    chunks: Sequence[int] = CHUNKS,
-    previous: ResidentPlan | None = None,
-    terms: Terms | None = None,
+    problem: Problem, *, chunks: Sequence[int] = CHUNKS, previous: ResidentPlan | None = None
 ) -> ResidentPlan:
     """The fastest arrangement found; or `previous`, if it still fits and the new one saves less than 30%.
 
-    `medium_bytes_per_s` is one medium shared by all traffic, such as a Wi-Fi network; `cores` is how many devices can
-    compute at once, if they are on one machine. Devices are numbered as in `profiles`; each is in at most one column,
-    and in none if it would only slow the step down. `terms` are those of live devices unless given.
+    Each device is in at most one column, and in none if it would only slow the step down.
     """
-    if not sublayers or min(hidden, sequences, sequence, *chunks) < 1:
-        raise InputError(
-            f"expected sublayers, hidden numbers, sequences and chunks from 1 up, got {len(sublayers)} sublayers, "
-            f"hidden {hidden}, {sequences} sequences of {sequence}, chunks {tuple(chunks)}; give a model and a batch"
-        )
-    terms = terms or live_terms(wire)
-    problem = _problem(
-        profiles, sublayers, hidden, sequences, sequence, terms, wants_dx, server, medium_bytes_per_s, cores
-    )
-    sizes = sorted({min(chunk, sequence) for chunk in chunks})
-    standing = _again(problem, previous)
-    best = _best(problem, sizes)
-    if best is None:
+    if min(chunks) < 1:
+        raise InputError(f"expected chunks of 1 token or more, got {tuple(chunks)}; change them")
+    sizes = sorted({min(chunk, problem.sums.sequence) for chunk in chunks})
+    standing = _standing(problem, previous)
+    found = [plan for one in _ways(problem) if (plan := _roomy_or_lean(one, sizes)) is not None]
+    if not found:
         raise InfeasibleError(_why_not(problem, sizes[0]))
-    if is_cramped(problem, drafts(best.stages, profiles.names) or [], best.chunk):
-        # what devices keep leaves room for fewer sequences: that may not pay
-        lean = _best(replace(problem, may_keep=False), sizes)
-        best = best if lean is None else min(best, lean, key=lambda plan: plan.step_s)
+    best = min(found, key=lambda plan: plan.step_s)
     if standing is not None and best.step_s > standing.step_s * _WORTH_MOVING:
         return standing
     return best
 
 
-def judge_again(
-    profiles: Profiles,
-    sublayers: Sequence[Sublayer],
-    plan: ResidentPlan,
-    *,
-    hidden: int,
-    sequences: int,
-    sequence: int,
-    wire: WireFormat,
-    wants_dx: bool = True,
-    server: Server | None = None,
-    medium_bytes_per_s: float = inf,
-    cores: float = inf,
-) -> ResidentPlan | None:
-    """The same arrangement with the time it takes on these profiles; None if a device is gone or too small."""
-    terms = live_terms(wire)
-    return _again(
-        _problem(profiles, sublayers, hidden, sequences, sequence, terms, wants_dx, server, medium_bytes_per_s, cores),
-        plan,
-    )
+def judge_again(problem: Problem, plan: ResidentPlan) -> ResidentPlan | None:
+    """The same arrangement with the time it takes on this fleet; None if a device is gone or too small."""
+    stages = _drafted(problem, plan)
+    return None if stages is None else _played(problem, stages, min(plan.chunk, problem.sums.sequence))
 
 
-def _problem(
-    profiles: Profiles,
-    sublayers: Sequence[Sublayer],
-    hidden: int,
-    sequences: int,
-    sequence: int,
-    terms: Terms,
-    wants_dx: bool,
-    server: Server | None,
-    medium_bytes_per_s: float,
-    cores: float,
-) -> Problem:
-    return Problem(
-        sums=sum_up(sublayers, hidden=hidden, sequence=sequence, terms=terms, wants_dx=wants_dx),
-        sequences=sequences,
-        profiles=profiles,
-        server=server or Server(),
-        medium_bytes_per_s=medium_bytes_per_s,
-        cores=cores,
-    )
+def _ways(problem: Problem) -> Iterator[Problem]:
+    """The problem with leases, and without: state takes memory that activations may need more."""
+    yield problem
+    if problem.leasing is not None:
+        yield replace(problem, leasing=None)
 
 
-def _again(problem: Problem, previous: ResidentPlan | None) -> ResidentPlan | None:
-    if previous is None or sum(stage.count for stage in previous.stages) != len(problem.sums):
+def _roomy_or_lean(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | None:
+    best = _best(problem, chunks)
+    if best is None or not is_cramped(problem, drafts(best.stages, problem.profiles.names) or [], best.chunk):
+        return best
+    # what devices keep leaves room for fewer sequences: that may not pay
+    lean = _best(replace(problem, may_keep=False), chunks)
+    return best if lean is None else min(best, lean, key=lambda plan: plan.step_s)
+
+
+def _standing(problem: Problem, previous: ResidentPlan | None) -> ResidentPlan | None:
+    """The previous arrangement on this fleet, with more of its columns leased if that pays: no weights need move."""
+    stages = None if previous is None else _drafted(problem, previous)
+    if previous is None or stages is None:
         return None
-    stages = drafts(previous.stages, problem.profiles.names)
-    return None if stages is None else _played(problem, stages, min(previous.chunk, problem.sums.sequence))
+    chunk = min(previous.chunk, problem.sums.sequence)
+    standing, leased = (
+        _played(problem, one, chunk) for one in (stages, [replace(stage, may_lease=True) for stage in stages])
+    )
+    if standing is None or (leased is not None and leased.step_s < standing.step_s * _WORTH_LEASING):
+        return leased
+    return standing
+
+
+def _drafted(problem: Problem, plan: ResidentPlan) -> list[Draft] | None:
+    """The stages of a plan on this fleet, leased as in the plan; None if a device is gone or the model is another."""
+    stages = drafts(plan.stages, problem.profiles.names)
+    if stages is None or sum(stage.count for stage in stages) != len(problem.sums):
+        return None
+    leased = [stage.columns[0].is_leased for stage in plan.stages]
+    return [replace(stage, may_lease=may_lease) for stage, may_lease in zip(stages, leased, strict=True)]
 
 
 def _played(problem: Problem, stages: Sequence[Draft], chunk: int) -> ResidentPlan | None:

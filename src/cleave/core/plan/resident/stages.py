@@ -15,20 +15,27 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cleave.core.cost.rates import Server
+from cleave.core.cost.lease import (
+    is_worth_leasing,
+    lease_bytes,
+    most_steps_logged,
+    snapshot_bytes,
+    snapshot_every,
+    update_s,
+)
 from cleave.core.cost.resident import (
     LOGSUMEXP_BYTES,
     TARGET_BYTES,
     ShardCosts,
-    SublayerSums,
     compute_s_per_row,
     shard_costs,
     task_s_per_row,
 )
-from cleave.core.fleet.profiles import Bools, DeviceId, Floats, Ints, Profiles
+from cleave.core.fleet.profiles import Bools, DeviceId, Floats, Ints
 from cleave.core.model.keeping import KEEPINGS, Keeping
 from cleave.core.model.shard import Shard
-from cleave.core.plan.resident.timeline import Post, Seating, Station, play
+from cleave.core.plan.resident.problem import Problem
+from cleave.core.plan.resident.timeline import PLAYED_SEQUENCES, Post, Seating, Station, play
 from cleave.core.plan.resident.timeline import Shared as SharedByAll
 
 ColumnLimit = Literal["down", "compute", "up", "latency", "server", "medium", "memory"]
@@ -54,6 +61,10 @@ class Column(NamedTuple):
 
     shard: Shard
     holdings: tuple[Holding, ...]
+    is_leased: bool = False
+    """its only holder keeps what it trains, with the optimizer state, and applies the update itself"""
+    snapshot_every: int = 0
+    """steps between two snapshots, if it is leased"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +107,8 @@ class ResidentPlan:
     """through the server"""
     up_bytes: float
     limit: ColumnLimit
+    log_bytes: float = 0.0
+    """inputs and output gradients that the server keeps between two snapshots of leased columns"""
 
     @property
     def step_s(self) -> float:
@@ -106,10 +119,13 @@ class ResidentPlan:
         return frozenset(device for stage in self.stages for device in stage.devices)
 
     @property
-    def arrangement(self) -> tuple[int, tuple[tuple[tuple[Shard, tuple[DeviceId, ...]], ...], ...]]:
-        """Chunk and holders of every shard: equal for plans that differ only in their predictions."""
+    def arrangement(self) -> tuple[int, tuple[tuple[tuple[Shard, tuple[DeviceId, ...], bool], ...], ...]]:
+        """Chunk, holders of every shard and leases: equal for plans that differ only in their predictions."""
         return self.chunk, tuple(
-            tuple((shard, tuple(holding.device for holding in holdings)) for shard, holdings in stage.columns)
+            tuple(
+                (column.shard, tuple(holding.device for holding in column.holdings), column.is_leased)
+                for column in stage.columns
+            )
             for stage in self.stages
         )
 
@@ -122,6 +138,8 @@ class Draft:
     count: int
     members: tuple[tuple[int, ...], ...]
     """devices per slice"""
+    may_lease: bool = True
+    """whether it is leased where the fleet allows it"""
 
 
 def drafts(stages: Sequence[Stage], names: Sequence[str]) -> list[Draft] | None:
@@ -139,59 +157,110 @@ def drafts(stages: Sequence[Stage], names: Sequence[str]) -> list[Draft] | None:
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Problem:
-    """The work and the fleet that arrangements are judged on."""
-
-    sums: SublayerSums
-    sequences: int
-    profiles: Profiles
-    server: Server
-    medium_bytes_per_s: float
-    cores: float = np.inf
-    """how many devices can compute at once; devices on one machine share its cores"""
-    may_keep: bool = True
-    """whether devices may keep activations for backward"""
-
-    @property
-    def rows(self) -> int:
-        return self.sequences * self.sums.sequence
-
-
 class Paces(NamedTuple):
     """Seconds of devices (second axis) in columns (first axis)."""
 
     row_s: Floats
     """per row"""
     fixed_s: Floats
-    """weights down and gradients up, independent of rows"""
+    """weights down and gradients up, or a leased column's update, independent of rows"""
+    down: Floats
+    """bytes of weights"""
+    up: Floats
+    """bytes of gradients"""
     able: Bools
     """members whose memory holds the column"""
     kept: Floats
     """rows whose x stays on the device for backward"""
     keeps: Ints
     """index into KEEPINGS"""
+    leases: Leases
 
 
-def paces(problem: Problem, of: ShardCosts, members: Bools, chunk: int) -> Paces:
-    """Pace of each device in each column; `members` has a row per column and an entry per device."""
-    profiles = problem.profiles
+class Leases(NamedTuple):
+    """Leased columns (first axis) on devices (second axis); zeros where a column is synchronized."""
+
+    lent: Floats
+    """trained numbers that stay on the device"""
+    memory_bytes: Floats
+    update_s: Floats
+    every: Ints
+    """steps between two snapshots"""
+    snapshot_up: Floats
+    """bytes of snapshots in a step, on average"""
+
+
+def paces(problem: Problem, of: ShardCosts, members: Bools, chunk: int, may_lease: Bools | None = None) -> Paces:
+    """Pace of each device in each column; `members` has a row per column and an entry per device.
+
+    A column with a single holder is leased where that is allowed and fits, unless `may_lease` says otherwise.
+    """
+    profiles, terms = problem.profiles, problem.sums.terms
     down, up = profiles.down_bytes_per_s, profiles.up_bytes_per_s
     free = profiles.memory_bytes - of.memory_bytes[:, None]
     able = members & (free >= 0)
     mates = np.maximum(able.sum(axis=1), 1)
+    lent, lease_memory = _lent(problem, of, able, free, may_lease)
+    free = free - lease_memory
     keeps, kept_bytes = _keeps(problem, of, free, mates)
     kept = np.maximum(free - kept_bytes, 0.0) / of.kept_bytes_per_row[:, None]
     rows = problem.rows / mates
     again = np.clip(1 - kept / rows[:, None], 0.0, 1.0) * of.again_bytes_per_row[:, None]
     row_s = np.maximum((of.down_bytes_per_row[:, None] + again) / down, of.up_bytes_per_row[:, None] / up)
+    row_s = np.maximum(row_s, compute_s_per_row(of, profiles, chunk, terms, keeps))
+    leases = _leases(problem, of, lent, lease_memory, row_s)
+    synchronised = of.trained[:, None] - lent
+    sync_down, sync_up = terms.weight_bytes * synchronised, terms.gradient_bytes * synchronised
+    # one holder takes all rows, so that its snapshots are a share of each
+    up_s = (of.up_bytes_per_row[:, None] + leases.snapshot_up / problem.rows) / up
     return Paces(
-        row_s=np.maximum(row_s, compute_s_per_row(of, profiles, chunk, problem.sums.terms, keeps)),
-        fixed_s=of.sync_down_bytes[:, None] / down + of.sync_up_bytes[:, None] / up,
+        row_s=np.maximum(row_s, up_s),
+        fixed_s=sync_down / down + sync_up / up + leases.update_s + np.where(lent > 0, profiles.latency_s, 0.0),
+        down=sync_down,
+        up=sync_up,
         able=able,
         kept=kept,
         keeps=keeps,
+        leases=leases,
     )
+
+
+def _lent(
+    problem: Problem, of: ShardCosts, able: Bools, free: Floats, may_lease: Bools | None
+) -> tuple[Floats, Floats]:
+    """[column, device]: numbers that are leased, and the memory that takes."""
+    leasing, terms = problem.leasing, problem.sums.terms
+    if leasing is None:
+        return np.zeros(free.shape), np.zeros(free.shape)
+    memory = np.asarray(lease_bytes(terms, of.lent, leasing.states))[:, None]
+    wanted = (able.sum(axis=1) == 1) & is_worth_leasing(_most_steps(problem, of), leasing.states, terms)
+    if may_lease is not None:
+        wanted &= may_lease
+    is_leased = wanted[:, None] & able & leasing.may_lend(problem.profiles.names) & (free >= memory)
+    return np.where(is_leased, of.lent[:, None], 0.0), np.where(is_leased, memory, 0.0)
+
+
+def _leases(problem: Problem, of: ShardCosts, lent: Floats, memory_bytes: Floats, row_s: Floats) -> Leases:
+    profiles, leasing = problem.profiles, problem.leasing
+    if leasing is None:
+        return Leases(lent, memory_bytes, lent, np.zeros(lent.shape, dtype=np.int64), lent)
+    snapshot = np.asarray(snapshot_bytes(lent, leasing.states))
+    most_steps = _most_steps(problem, of)[:, None]
+    every = snapshot_every(snapshot / profiles.up_bytes_per_s, problem.rows * row_s, most_steps)
+    return Leases(
+        lent=lent,
+        memory_bytes=memory_bytes,
+        update_s=update_s(lent, leasing.states, profiles.flops_per_s),
+        every=np.where(lent > 0, every, 0),
+        snapshot_up=snapshot / every,
+    )
+
+
+def _most_steps(problem: Problem, of: ShardCosts) -> Floats:
+    """Steps of each column that the server can log, if every device holds a leased one."""
+    assert problem.leasing is not None
+    part_bytes = problem.leasing.log_bytes / len(problem.profiles)
+    return most_steps_logged(part_bytes, problem.rows * of.down_bytes_per_row)
 
 
 def _keeps(problem: Problem, of: ShardCosts, free: Floats, mates: Ints) -> tuple[Ints, Floats]:
@@ -250,7 +319,8 @@ def judge(problem: Problem, stages: Sequence[Draft], chunk: int, *, is_played: b
     limit, busiest_s = _limit(problem, shared, hops, chunk)
     if is_played:
         busiest_s = _played_s(problem, stages, shared, chunk) - hops.fill_s
-    columns = zip(shared.rows, shared.pace.keeps, strict=True)
+    leases = shared.pace.leases
+    columns = zip(shared.rows, shared.pace.keeps, leases.every.max(axis=1).tolist(), strict=True)
     return ResidentPlan(
         stages=tuple(
             Stage(
@@ -258,8 +328,10 @@ def judge(problem: Problem, stages: Sequence[Draft], chunk: int, *, is_played: b
                     Column(
                         Shard(first=stage.first, count=stage.count, index=index, of=len(stage.members)),
                         holdings(problem.profiles.names, own_rows / problem.sums.sequence, own_keeps),
+                        is_leased=every > 0,
+                        snapshot_every=every,
                     )
-                    for index, (own_rows, own_keeps) in enumerate(itertools.islice(columns, len(stage.members)))
+                    for index, (own_rows, own_keeps, every) in enumerate(itertools.islice(columns, len(stage.members)))
                 )
             )
             for stage in stages
@@ -270,6 +342,7 @@ def judge(problem: Problem, stages: Sequence[Draft], chunk: int, *, is_played: b
         down_bytes=float(shared.down.sum()),
         up_bytes=float(shared.up.sum()),
         limit="latency" if hops.waiting_s > busiest_s else limit,
+        log_bytes=float(leases.every.max(axis=1) @ shared.of.down_bytes_per_row) * problem.rows,
     )
 
 
@@ -308,7 +381,7 @@ def _share(problem: Problem, stages: Sequence[Draft], chunk: int) -> _Shared | N
         members[number, list(group)] = True
     runs = np.array([(stage.first, stage.count, len(stage.members)) for stage, _ in columns])
     of = shard_costs(sums, runs[:, 0], runs[:, 1], runs[:, 2], chunk=chunk)
-    pace = paces(problem, of, members, chunk)
+    pace = paces(problem, of, members, chunk, np.array([stage.may_lease for stage, _ in columns]))
     ends_s, rows = share_rows(pace, problem.sequences, sums.sequence, of.takes_sequences)
     if not np.isfinite(ends_s).all():
         return None
@@ -319,8 +392,8 @@ def _share(problem: Problem, stages: Sequence[Draft], chunk: int) -> _Shared | N
         ends_s=ends_s,
         rows=rows,
         row_compute_s=compute_s_per_row(of, profiles, chunk, sums.terms, pace.keeps),
-        down=of.down_bytes_per_row[:, None] * rows + again + np.where(rows > 0, of.sync_down_bytes[:, None], 0.0),
-        up=of.up_bytes_per_row[:, None] * rows + np.where(rows > 0, of.sync_up_bytes[:, None], 0.0),
+        down=of.down_bytes_per_row[:, None] * rows + again + np.where(rows > 0, pace.down, 0.0),
+        up=of.up_bytes_per_row[:, None] * rows + np.where(rows > 0, pace.up + pace.leases.snapshot_up, 0.0),
         begins=np.concatenate([[0], np.cumsum([len(stage.members) for stage in stages])[:-1]]),
     )
 
@@ -410,7 +483,8 @@ def _flowing_s(problem: Problem, shared: _Shared, chunk: int) -> float:
 def _slots(problem: Problem, shared: _Shared) -> Floats:
     """[column, device]: sequences that can be open at once; at least one, as the column fits."""
     of = shared.of
-    room = problem.profiles.memory_bytes - (of.memory_bytes - of.state_bytes)[:, None]
+    held = (of.memory_bytes - of.state_bytes)[:, None] + shared.pace.leases.memory_bytes
+    room = problem.profiles.memory_bytes - held
     slots = np.floor(room / np.maximum(of.state_keeping(shared.pace.keeps), 1.0))
     return np.clip(slots, 1, problem.sequences)
 
@@ -434,13 +508,15 @@ def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk:
     slots = _slots(problem, shared)
     again = np.clip(1 - shared.pace.kept / np.maximum(shared.rows, 1.0), 0.0, 1.0)
     row_bytes = sums.hidden * sums.terms.activation_bytes
+    leases, played = shared.pace.leases, min(problem.sequences, PLAYED_SEQUENCES)
     posts: list[Post] = []
     for number, (stage, draft) in enumerate(columns):
         has_head = draft.first + draft.count == len(sums) and sums.sublayers[-1].kind == "head"
         up_per_row = float(of.up_bytes_per_row[number])
         forward_up = LOGSUMEXP_BYTES if has_head else row_bytes
         seatings: list[Seating] = []
-        for device in np.flatnonzero(shared.rows[number]).tolist():
+        holders = np.flatnonzero(shared.rows[number])
+        for device in holders.tolist():
             arithmetic_s = float(shared.row_compute_s[number, device] - 2 * fixed_s[number, device]) * chunk
             part, each_s = float(forward_part[number, device]), float(fixed_s[number, device]) * chunk
             seatings.append(
@@ -451,6 +527,7 @@ def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk:
                     again=float(again[number, device]),
                     forward_s=each_s + part * arithmetic_s,
                     backward_s=each_s + (1 - part) * arithmetic_s,
+                    update_s=float(leases.update_s[number, device]),
                 )
             )
         posts.append(
@@ -462,9 +539,11 @@ def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk:
                 backward_down=chunk * (LOGSUMEXP_BYTES if has_head else row_bytes),
                 again_down=chunk * row_bytes,
                 backward_up=chunk * (up_per_row - forward_up),
-                weights_down=float(of.sync_down_bytes[number]),
-                gradients_up=float(of.sync_up_bytes[number]),
+                weights_down=float(shared.pace.down[number, holders].max()),
+                gradients_up=float(shared.pace.up[number, holders].max()),
                 readings=_READINGS * draft.count,
+                is_leased=bool(leases.every[number].any()),
+                snapshot_up=float(leases.snapshot_up[number].sum()) * played / problem.sequences,
             )
         )
     return play(
