@@ -129,6 +129,7 @@ class Cluster:
             ),
             arrange=arrange,
             audited=self._audited,
+            lenders=self._lenders,
         )
         self._clock = StepClock(self.planning.experience)
         self._latest: PassChoice | None = None
@@ -272,6 +273,8 @@ class Cluster:
             post=self._driver.post_soon,
             lease=lease,
         )
+        if lease is not None:
+            lease.follow(run)
         self._start(run)
         return run
 
@@ -412,6 +415,16 @@ class Cluster:
                 if member.level != "own"
             }
         return {name: share for name, share in shares.items() if share}
+
+    def _lenders(self) -> frozenset[DeviceId]:
+        """Devices that may keep weights: the owner's own, as what they do by themselves cannot be checked."""
+        with self._lock:
+            members, convicted = list(self.engine.roster.members.values()), self.engine.vouching.is_convicted
+            return frozenset(
+                DeviceId(member.name)
+                for member in members
+                if member.level == "own" and not convicted(member.key or "") and member.name != STAND_IN
+            )
 
     def _plan_again(self, run: Run) -> object:
         assert isinstance(run, ResidentRun), "only passes ask for plans"

@@ -81,7 +81,9 @@ class ErrandResults:
         values = np.frombuffer(cast("Buffer", item.payload), dtype="<f4")
         if not np.isfinite(values).all():
             raise WrongResult("numbers that are not finite")
-        self.matrices[item.number][part.top : part.bottom, part.left : part.right] = values.reshape(part.rows, part.cols)
+        self.matrices[item.number][part.top : part.bottom, part.left : part.right] = values.reshape(
+            part.rows, part.cols
+        )
 
     def check(self, task: Task, part: Rectangle, payload: object, *, is_strict: bool) -> object:
         raise AssertionError("errands are bound to devices that are trusted")
@@ -161,7 +163,9 @@ class ErrandRun:
     def _finish(self) -> Requests:
         if not self._open and not self._keeping:
             yield End(self)
-            yield Reject(self.done, LeaseLost(self._fault)) if self._fault else Resolve(self.done, self.results.matrices)
+            yield (
+                Reject(self.done, LeaseLost(self._fault)) if self._fault else Resolve(self.done, self.results.matrices)
+            )
 
     def spoiled(self, item: object, reason: str, now: float) -> Requests:
         assert isinstance(item, _Part)
@@ -209,4 +213,3 @@ class ErrandRun:
 
     def prompted(self, request: object, now: float) -> Requests:
         raise AssertionError("an errand takes no further requests")
-

@@ -12,6 +12,7 @@ Operands get their identities in the engine's thread; everything else is called 
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -23,9 +24,10 @@ from cleave.core.model.update_rule import Rule
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.core.plan.resident.timeline import BACKWARD
 from cleave.core.schedule.tasks import DeviceId, Operand, OperandsReleased
+from cleave.errors import LeaseLost
 from cleave.protocol.numbers import Matrix
 from cleave.protocol.programs import Collect, Hold, Leased, SquareSum, Update
-from cleave.server.contract import EngineEvent, RunSubmitted
+from cleave.server.contract import EngineEvent, Prompted, Run, RunSubmitted
 from cleave.server.fleet_view import FleetView
 from cleave.server.operands import Operands, Tensor
 from cleave.server.resident.errands import Errand, ErrandRun
@@ -85,6 +87,8 @@ class Lease:
             if view.parameter in self.parameters
         }
         self.devices = frozenset(self._device.values())
+        self._runs: weakref.WeakSet[Run] = weakref.WeakSet()
+        self._is_over = False
         self._lost: set[DeviceId] = set()
         """Devices that failed a request: what they hold is unknown."""
         self._pieces: dict[View, _Piece] = {}
@@ -144,10 +148,16 @@ class Lease:
             self._post(OperandsReleased(tuple(operand.id for operand in dropped.values())))
 
     def end(self) -> None:
-        """Release everything on devices; tensors go when nothing refers to them."""
+        """End passes under the lease and release everything on devices; tensors go when nothing refers to them."""
+        self._is_over = True
+        for run in list(self._runs):
+            self._post(Prompted(run, LeaseLost("the lease ended")))
         self.clear_gradients()
         self._lent.clear()
-        self._pieces = {}
+
+    def follow(self, run: Run) -> None:
+        """Note a pass that is about to run under the lease."""
+        self._runs.add(run)
 
     def _run(self, assign: Callable[[], list[Errand]]) -> Future[list[Matrix]]:
         run = ErrandRun(assign, self._lost.add, priority=BACKWARD, ids=self._ids, fleet=self._fleet)
@@ -170,7 +180,7 @@ class Lease:
     @property
     def is_held(self) -> bool:
         """Whether every device still holds what it was lent."""
-        return self.intact == self.parameters
+        return not self._is_over and self.intact == self.parameters
 
     @property
     def intact(self) -> frozenset[int]:
@@ -193,9 +203,7 @@ class Lease:
 
     def states_bytes(self, device: DeviceId) -> int:
         """Memory that optimizer states take on a device."""
-        return sum(
-            state.bytes for piece in self._pieces.values() if piece.device == device for state in piece.states
-        )
+        return sum(state.bytes for piece in self._pieces.values() if piece.device == device for state in piece.states)
 
     def _sending(self) -> list[Errand]:
         for view, device in self._device.items():

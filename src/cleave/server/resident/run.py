@@ -372,6 +372,9 @@ class ResidentRun:
         raise AssertionError("tasks bound to a device are not hedged")
 
     def prompted(self, request: object, now: float) -> Requests:
+        if isinstance(request, LeaseLost):
+            yield from self._lose(str(request)) if self._attempt is not None else ()
+            return
         assert isinstance(request, _NewWeights)
         holder = self._attempt or self._last
         if holder is not None:

@@ -35,6 +35,7 @@ class _Stored:
 
     rows: int
     cols: int
+    format: WireFormat
     encoded: Encoded | None
     place: tuple[int, int] = (0, 0)
 
@@ -46,6 +47,8 @@ class LoggedPass:
     factor: float
     """What its gradients were multiplied by."""
     borders: Mapping[Shard, tuple[_Stored, _Stored | None]]
+    parameters: Mapping[int, _Stored]
+    """Those that changed without an update in this log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +83,20 @@ class BoundaryLog:
         return self.records[: len(self.records) - len(self.open_passes)]
 
     def add_pass(
-        self, batch: Batch[Any], factor: float, borders: Iterable[tuple[Shard, Matrix, Matrix | None]]
+        self,
+        batch: Batch[Any],
+        factor: float,
+        borders: Iterable[tuple[Shard, Matrix, Matrix | None]],
+        parameters: Mapping[int, tuple[Matrix, WireFormat]],
     ) -> None:
         """Keep a pass; LogFullError if there is no room for it."""
-        kept = {shard: (self._store(x), None if dy is None else self._store(dy)) for shard, x, dy in borders}
+        wire = self._format
+        kept = {
+            shard: (self._store(x, wire), None if dy is None else self._store(dy, wire)) for shard, x, dy in borders
+        }
+        changed = {number: self._store(*given) for number, given in parameters.items()}
         bare = replace(batch, x=np.empty((0, batch.x.shape[1]), np.float32), operands=())
-        self.records.append(LoggedPass(batch=bare, factor=factor, borders=kept))
+        self.records.append(LoggedPass(batch=bare, factor=factor, borders=kept, parameters=changed))
 
     def add_update(self, rules: Mapping[int, tuple[Rule, float]]) -> None:
         self.records.append(LoggedUpdate(dict(rules)))
@@ -94,6 +105,10 @@ class BoundaryLog:
         """Return the input of a stage in a pass, and the gradient of its output if the stage has no head."""
         x, dy = one.borders[shard]
         return self._load(x), None if dy is None else self._load(dy)
+
+    def parameter(self, one: LoggedPass, number: int) -> tuple[Matrix, WireFormat]:
+        """Return a parameter as it was in a pass, and the format it was sent in."""
+        return self._load(one.parameters[number]), one.parameters[number].format
 
     def forget_finished(self) -> None:
         """Drop everything up to the last update: the weights that followed from it are here."""
@@ -109,14 +124,14 @@ class BoundaryLog:
         self.records = []
         self.forget_finished()
 
-    def _store(self, matrix: Matrix) -> _Stored:
-        encoded = self._codec.encode(np.ascontiguousarray(matrix), self._format)
+    def _store(self, matrix: Matrix, format: WireFormat) -> _Stored:
+        encoded = self._codec.encode(np.ascontiguousarray(matrix), format)
         if encoded.base is not None:  # fp32 is not copied, and its numbers will change
             encoded = encoded.copy()
         rows, cols = matrix.shape
         if self._in_memory + len(encoded) <= self._memory_bytes:
             self._in_memory += len(encoded)
-            return _Stored(rows, cols, encoded)
+            return _Stored(rows, cols, format, encoded)
         if self._on_disk + len(encoded) > self._disk_bytes:
             raise LogFullError(f"it has reached its limit of {self._disk_bytes / 1e9:.3g} GB")
         try:
@@ -128,7 +143,7 @@ class BoundaryLog:
         except OSError as fault:
             raise LogFullError(f"{fault.strerror or fault}") from fault
         self._on_disk += len(encoded)
-        return _Stored(rows, cols, None, (first, len(encoded)))
+        return _Stored(rows, cols, format, None, (first, len(encoded)))
 
     def _load(self, stored: _Stored) -> Matrix:
         encoded = stored.encoded
@@ -137,5 +152,5 @@ class BoundaryLog:
             self._file.seek(stored.place[0])
             encoded = np.frombuffer(self._file.read(stored.place[1]), dtype=np.uint8)
         values = np.empty((stored.rows, stored.cols), dtype=np.float32)
-        self._codec.decode_into(encoded.data, self._format, values)
+        self._codec.decode_into(encoded.data, stored.format, values)
         return values

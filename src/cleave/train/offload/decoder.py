@@ -77,10 +77,7 @@ def install(
     for place in places:
         leases = Leases(fleet, weights, tell, shared=shared_parameters(model), is_allowed=may_lease)
         runner = _Runner(fleet, weights, tell, leases, local=local, must=must)
-        runner.hooks = [
-            model.register_state_dict_pre_hook(leases.begin_saving),
-            model.register_state_dict_post_hook(leases.end_saving),
-        ]
+        runner.hooks = leases.watch_saving(model)
         described = families.describe(place)
         if isinstance(described, str):
             reasons.append(described)
@@ -302,7 +299,8 @@ class _Runner:
             x.shape[1],
             is_trained,
             is_trained and x.requires_grad,
-            self.leases.states(description) if is_trained else None,
+            states := self.leases.states(description) if is_trained else None,
+            frozenset() if states is None else self.leases.unleased(description),
         )
         choice = self._fleet.choose_pass(work, self._local, must=self._must)
         if not choice.is_resident:

@@ -82,7 +82,13 @@ class LeasedParameter(nn.Parameter):
         if func in _HARMLESS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        mine = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, LeasedParameter)]
+        tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
+        mine = [one for one in tensors if isinstance(one, LeasedParameter)]
+        if any(one.numel() == 0 for one in tensors):  # as in the modules that a stack on devices has passed by
+            with torch._C.DisableTorchFunctionSubclass():
+                result = func(*args, **kwargs)
+            if isinstance(result, torch.Tensor) and result.numel() == 0:
+                return result
         keepers = {id(one._cleave_keeper): one._cleave_keeper for one in mine}
         what = f"a weight was read ({getattr(func, '__name__', func)})"
         for keeper in keepers.values():

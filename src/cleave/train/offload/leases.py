@@ -17,7 +17,6 @@ import logging
 import math
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -29,6 +28,7 @@ from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cleave.core.cost.wire import WireFormat
 from cleave.core.model.batch import Batch, Matrix
 from cleave.core.model.decoder import Decoder
 from cleave.core.model.shard import Shard, standing_alone
@@ -40,16 +40,12 @@ from cleave.train.offload import update_rules
 from cleave.train.offload.boundary_log import BoundaryLog, LogFullError, LoggedPass
 from cleave.train.offload.codec import TorchCodec
 from cleave.train.offload.families import Description
-from cleave.train.offload.leased_tensors import LeasedGradient, LeasedParameter, lease, release
+from cleave.train.offload.leased_tensors import LeasedGradient, lease, release
 from cleave.train.offload.linear import Weights, parameter_format
 from cleave.train.offload.update_rules import Group
 
 _MOST_READS = 3
 """Steps in a row in which weights are read after which leases are given up: every read fetches all of them."""
-_FETCH_SHARE = 0.05
-"""Share of the time that fetches for safety may take."""
-_LEAST_UPDATES, _MOST_UPDATES = 10, 500
-"""Updates between two such fetches."""
 
 log = logging.getLogger(__name__)
 
@@ -102,6 +98,8 @@ class _Held:
     pending: Future[list[Matrix]] | None = None
     """The last update."""
     shards: tuple[Shard, ...] = ()
+    stepped_here: tuple[int, ...] = ()
+    """Trained parameters of those shards that this process steps: their numbers change, and are logged too."""
 
 
 class Leases:
@@ -160,22 +158,27 @@ class Leases:
         reference = self._optimizers.get(parameter)
         return None if reference is None else reference()
 
+    def unleased(self, description: Description) -> frozenset[int]:
+        """Trained parameters that the server must step itself, whoever holds them."""
+        found: set[int] = set()
+        for number, parameter in enumerate(description.parameters):
+            reason = self._why_not(parameter) if parameter.requires_grad else None
+            if reason is not None:
+                found.add(number)
+                self._say(f"the server steps some weights itself: {reason}")
+        return frozenset(found)
+
     def _leasable(self, description: Description, plan: ResidentPlan) -> dict[int, Shard]:
-        """Parameters of leased columns, with their shards; a column counts only if all its trained parameters may."""
-        found: dict[int, Shard] = {}
-        for stage in plan.stages:
-            for column in stage.columns:
-                if not column.is_leased:
-                    continue
-                views = column.shard.views(description.stack)
-                trained = {view.parameter for view in views if description.stack.parameters[view.parameter].is_trained}
-                reasons = [self._why_not(description.parameters[number]) for number in sorted(trained)]
-                reason = next(filter(None, reasons), None)
-                if reason is not None:
-                    self._say(f"some layers' optimizer runs on the server: {reason}")
-                elif not trained & found.keys():
-                    found |= dict.fromkeys(trained, column.shard)
-        return found
+        """Parameters that devices should keep under a plan, with their shards."""
+        decoder, kept_here = description.stack, self.unleased(description)
+        return {
+            view.parameter: column.shard
+            for stage in plan.stages
+            for column in stage.columns
+            if column.is_leased
+            for view in column.shard.views(decoder)
+            if decoder.parameters[view.parameter].is_trained and view.parameter not in kept_here
+        }
 
     def _why_not(self, parameter: nn.Parameter) -> str | None:
         if id(parameter) in self._shared:
@@ -260,8 +263,9 @@ class Leases:
             optimizer=optimizer,
             groups={number: groups[id(parameter)] for number, parameter in parameters.items()},
             log=BoundaryLog(TorchCodec(), self._fleet.wire),
-            fetch_every=self._fetch_every(plan, wanted, parameters, groups),
+            fetch_every=max(column.snapshot_every for stage in plan.stages for column in stage.columns),
             shards=tuple(dict.fromkeys(wanted.values())),
+            stepped_here=_stepped_here(description, wanted),
         )
         for parameter in parameters.values():
             lease(parameter, self)
@@ -278,31 +282,15 @@ class Leases:
         found.bind(matrix)
         return found
 
-    def _fetch_every(
-        self,
-        plan: ResidentPlan,
-        wanted: Mapping[int, Shard],
-        parameters: Mapping[int, nn.Parameter],
-        groups: Mapping[int, Group],
-    ) -> int:
-        """Choose how many updates pass between fetches, so that these take a small share of the time."""
-        sizes: Counter[Shard] = Counter()
-        for number, shard in wanted.items():
-            kept = 1 + len(update_rules.state_names(groups[id(parameters[number])]))
-            sizes[shard] += 4 * kept * parameters[number].numel()
-        profiles = self._fleet.profiles
-        if profiles is None:
-            return _LEAST_UPDATES
-        up = dict(zip(profiles.names, profiles.up_bytes_per_s.tolist(), strict=True))
-        holders = {column.shard: column.holdings[0].device for stage in plan.stages for column in stage.columns}
-        fetch_s = max(size / up.get(holders[shard], math.inf) for shard, size in sizes.items())
-        return int(min(max(_LEAST_UPDATES, fetch_s / (_FETCH_SHARE * plan.step_s)), _MOST_UPDATES))
+    def returned(self, lease: FleetLease, running: Any, batch: Batch[Any], factor: float) -> None:
+        """Note that a pass under a lease is complete: its gradients wait on devices, multiplied by a factor.
 
-    def returned(self, running: Any, batch: Batch[Any], factor: float) -> None:
-        """Note that a pass under the lease is complete: its gradients wait on devices, multiplied by a factor."""
+        Raises LeaseLost if the lease ended meanwhile, and the gradients with it.
+        """
         with self._lock:
             held = self._held
-            assert held is not None, "a lease that ends takes its passes with it"
+            if held is None or held.lease is not lease:
+                raise LeaseLost("the lease ended before the pass did")
             generation = held.generation
             stages = {column.shard: n for n, stage in enumerate(held.lease.plan.stages) for column in stage.columns}
             borders = [(shard, *running.boundary(stages[shard])) for shard in held.shards]
@@ -315,11 +303,16 @@ class Leases:
                     generation.gradients[number] = LeasedGradient(self, number, parameter, factor)
                     parameter.grad = generation.gradients[number]
             try:
-                held.log.add_pass(batch, factor, borders)
+                held.log.add_pass(batch, factor, borders, self._changing(held))
             except LogFullError as full:
                 self._make_room(held, batch, factor, borders, str(full))
             if self._held is held and not is_first and factor != generation.factor:
                 self.recover("passes of one step have different factors on their loss")
+
+    def _changing(self, held: _Held) -> dict[int, tuple[Matrix, WireFormat]]:
+        """Return the parameters of leased shards that this process steps, as devices have them in this pass."""
+        parameters = ((number, held.description.parameters[number]) for number in held.stepped_here)
+        return {number: (_matrix(one), parameter_format(self._fleet, one)) for number, one in parameters}
 
     def _make_room(self, held: _Held, batch: Batch[Any], factor: float, borders: list[Any], reason: str) -> None:
         """Fetch weights, so that the log can be emptied; if even that does not help, end the lease."""
@@ -327,7 +320,7 @@ class Leases:
         if self._held is not held:
             return
         try:
-            held.log.add_pass(batch, factor, borders)
+            held.log.add_pass(batch, factor, borders, self._changing(held))
         except LogFullError:
             self._refusal = f"the log of leased layers cannot be kept: {reason}"
             self.end(self._refusal)
@@ -350,7 +343,9 @@ class Leases:
             if reason is None and generation.begun != generation.returned:
                 self.recover("a pass in training was not followed by backward")
                 return
-            if reason is None and not all(one is None or one is generation.gradients.get(n) for n, one in present.items()):
+            if reason is None and not all(
+                one is None or one is generation.gradients.get(n) for n, one in present.items()
+            ):
                 reason = "some gradients were replaced"
             if reason is not None:
                 self.end(reason)
@@ -417,12 +412,19 @@ class Leases:
         """Whether the model is being saved: views of its weights are read then, not written."""
         return self._is_saving
 
-    def begin_saving(self, *_: object) -> None:
-        """Bring everything up to date, and let weights be read until `end_saving`."""
+    def watch_saving(self, model: nn.Module) -> list[Any]:
+        """Bring everything up to date whenever a model is saved; return hooks to remove."""
+        itself = weakref.ref(self)
+        return [
+            model.register_state_dict_pre_hook(_Hook(itself, Leases._begin_saving)),
+            model.register_state_dict_post_hook(_Hook(itself, Leases._end_saving)),
+        ]
+
+    def _begin_saving(self, *_: object) -> None:
         self.refresh("")
         self._is_saving = True
 
-    def end_saving(self, *_: object) -> None:
+    def _end_saving(self, *_: object) -> None:
         self._is_saving = False
 
     def refresh(self, why: str) -> None:
@@ -600,7 +602,7 @@ class Leases:
         """Compute the gradients of a stage in a pass again, from what crossed its borders."""
         x, dy = held.log.border(one, shard)
         has_head = alone.head is not None
-        operands = tuple(self._operand(held, number) for number in numbers)
+        operands = tuple(self._operand(held, one, number) for number in numbers)
         batch = replace(
             one.batch,
             x=x,
@@ -620,8 +622,13 @@ class Leases:
             if matrix is not None and number in held.parameters
         }
 
-    def _operand(self, held: _Held, number: int) -> Any:
-        """Return a parameter as its device had it; frozen ones travelled in the wire's format."""
+    def _operand(self, held: _Held, one: LoggedPass, number: int) -> Any:
+        """Return a parameter as its device had it in a pass; frozen ones travelled in the wire's format."""
+        if number in one.parameters:
+            matrix, format = held.log.parameter(one, number)
+            operand = self._fleet.tensor(*matrix.shape, format)
+            operand.bind(matrix)
+            return operand
         parameter = held.description.parameters[number]
         format = "fp32" if number in held.parameters else parameter_format(self._fleet, parameter)
         return self._weights.operand(parameter, format)
@@ -667,6 +674,13 @@ def _nobody() -> None:
 
 def _nothing(*_: object) -> None:
     pass
+
+
+def _stepped_here(description: Description, wanted: Mapping[int, Shard]) -> tuple[int, ...]:
+    """Trained parameters of leased shards that are not leased themselves."""
+    decoder = description.stack
+    used = {view.parameter for shard in dict.fromkeys(wanted.values()) for view in shard.views(decoder)}
+    return tuple(sorted(number for number in used - wanted.keys() if decoder.parameters[number].is_trained))
 
 
 def _grad(parameter: nn.Parameter) -> torch.Tensor | None:

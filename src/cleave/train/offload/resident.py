@@ -221,7 +221,7 @@ class _Stack(torch.autograd.Function):
             gradients: Gradients = call.fleet.wait(returned)
             if lease is not None:
                 assert call.leases is not None
-                call.leases.returned(running, batch, scale)
+                call.leases.returned(lease, running, batch, scale)
         except LeaseLost as fault:
             call.recover(fault)
             running, batch = call.run_again(batch)
