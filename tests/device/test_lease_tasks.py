@@ -32,8 +32,8 @@ class Lease:
 
     def __init__(self, rule: Rule = SGD, states: int = 0, *, bench: Bench | None = None) -> None:
         self.bench, self.rule = bench or Bench(), rule
-        self.weight = self.bench.put(np.ones((ROWS, COLS)))
-        self.states = tuple(self.bench.put(np.zeros((ROWS, COLS))) for _ in range(states))
+        self.weight = self.bench.put(np.ones((ROWS, COLS), dtype=np.float32))
+        self.states = tuple(self.bench.put(np.zeros((ROWS, COLS), dtype=np.float32)) for _ in range(states))
         self.accumulator = self.bench.number()
 
     def backward(self, gradient: float = 2.0, shape: tuple[int, int] = (ROWS, COLS)) -> None:
@@ -309,7 +309,7 @@ def test_operands_of_the_wrong_kind_are_refused() -> None:
 def test_operands_of_unequal_shapes_are_refused_before_anything_changes(odd: str) -> None:
     lease = Lease(MOMENTUM, 1)
     if odd == "state":
-        lease.states = (lease.bench.put(np.zeros((COLS, ROWS))),)
+        lease.states = (lease.bench.put(np.zeros((COLS, ROWS), dtype=np.float32)),)
     lease.backward(shape=(COLS, ROWS) if odd == "accumulator" else (ROWS, COLS))
     with pytest.raises(ProtocolError, match=rf"{ROWS} x {COLS}.*{COLS} x {ROWS}"):
         lease.bench.run(lease.update())

@@ -7,7 +7,7 @@ version must change too, unless docs/protocol.md allows the change.
     messages/   one of every message: its fields, its header, its payload
     numbers/    matrices in each format: values, the same as fp32 bits, encoded, and what a receiver decodes
     tasks/      what a server sends for a gemm, what a device may answer (any tiling will do), and the whole block
-    resident/   sequences through parts of a model and back: what a server sends, and what a device answers
+    resident/   sequences through parts of a model and back, leased weights: what a server sends, what a device answers
     session/    a whole connection, as printed in docs/protocol.md
 
 All bytes are in hexadecimal. Measured fields (seconds) of answers are examples.
@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from tests.support.frames import Frame, Json, codec, described, result, stored, values
+from tests.support.leased_weights import leases
 from tests.support.resident_parts import conversations
 
 from cleave.core.cost.wire import WireFormat
@@ -58,7 +59,7 @@ def main() -> None:
         write("numbers", name, numbers(name, wire, matrix))
     for name, task in tasks().items():
         write("tasks", name, task)
-    for name, conversation in conversations().items():
+    for name, conversation in {**conversations(), **leases()}.items():
         write("resident", name, conversation)
     write("session", "small", {"name": "small", "frames": [described(frame) for frame in session()]})
 

@@ -17,7 +17,7 @@ from cleave.core.fleet.profiles import Bools, Floats, Ints
 
 ADAM_STATES = 2
 """Optimizer states per trained weight: the two running means of Adam and AdamW."""
-LOG_BYTES = 64e9
+LOG_BYTES = 200e9
 """Room on the server for the inputs and output gradients of leased columns, by default."""
 LEAST_EVERY, MOST_EVERY = 16, 256
 """Steps between two snapshots of a column. More often than the least, they would cost as much as synchronizing; less

@@ -1,35 +1,25 @@
 """Columns for the few devices of a live server: which device holds which sublayers, searched nearly exhaustively.
 
-Devices are put into a few natural orders; along each, a dynamic program finds, for every number of stages and devices,
-the cut of the sublayers whose busiest column finishes first. Each such arrangement is then judged as a whole (fill,
-server, medium), so that data parallel, a pipeline, slices and everything in between compete on equal terms. The best
-are played through (`timeline.py`) with chunks of every size, and the winner's cuts are moved while that helps. Devices
-keep what they hold unless another arrangement is clearly faster. Knows neither shapes nor sockets.
+`arrangements` proposes, for every number of stages and devices, the cut whose busiest column finishes first. Each is
+judged as a whole (fill, server, medium), so that data parallel, a pipeline, slices and everything in between compete on
+equal terms, leased or synchronized. The best are played through (`timeline`) with chunks of every size, and the
+winner's stages are moved while that helps. Devices keep what they hold unless another arrangement is clearly faster.
+Knows neither shapes nor sockets.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from math import inf
 
 import numpy as np
 
 from cleave.core.cost.resident import shard_costs
-from cleave.core.fleet.profiles import Bools, Floats, Ints, Profiles
+from cleave.core.plan.resident.arrangements import Arrangements, arrangements
 from cleave.core.plan.resident.problem import Problem
 from cleave.core.plan.resident.search import Search
-from cleave.core.plan.resident.stages import (
-    Draft,
-    ResidentPlan,
-    drafts,
-    is_cramped,
-    judge,
-    paces,
-    share_rows,
-)
+from cleave.core.plan.resident.stages import Draft, ResidentPlan, drafts, is_cramped, judge
 from cleave.core.plan.resident.timeline import PLAYED_SEQUENCES
 from cleave.errors import InfeasibleError, InputError
 
@@ -37,11 +27,10 @@ CHUNKS = (16, 32, 64, 128, 256)
 
 _WORTH_MOVING = 0.7  # another arrangement must take less than this share: rates fluctuate, and weights must be sent
 _WORTH_LEASING = 0.95  # only optimizer states must be sent
-_STEPS_PER_E = 4  # rates within about a quarter count as equal when devices are sorted
 _FINALISTS = 5
 _MOST_UNITS = 20_000  # in one timeline: half a second
-_MOST_MOVES = 12  # cuts tried after the best arrangement is found
-_FEW = 5
+_MOST_MOVES = 60  # arrangements tried beside the best one found
+_MOVED_UNITS = 100_000  # in their timelines together
 _MANY = 24  # beyond this many devices the dynamic program would take seconds
 _USUAL_CHUNK = 64
 _LIKELY_CHUNKS = 3
@@ -114,9 +103,13 @@ def _drafted(problem: Problem, plan: ResidentPlan) -> list[Draft] | None:
 
 def _played(problem: Problem, stages: Sequence[Draft], chunk: int) -> ResidentPlan | None:
     """Judge an arrangement by its timeline, unless that is too long."""
+    return judge(problem, stages, chunk, is_played=_units(problem, stages, chunk) <= _MOST_UNITS)
+
+
+def _units(problem: Problem, stages: Sequence[Draft], chunk: int) -> int:
+    """Tasks with rows in a timeline."""
     shards = sum(len(stage.members) for stage in stages)
-    units = 2 * shards * min(problem.sequences, PLAYED_SEQUENCES) * -(-problem.sums.sequence // chunk)
-    return judge(problem, stages, chunk, is_played=units <= _MOST_UNITS)
+    return 2 * shards * min(problem.sequences, PLAYED_SEQUENCES) * -(-problem.sums.sequence // chunk)
 
 
 def _best(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | None:
@@ -124,19 +117,24 @@ def _best(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | None:
         return _best_of_many(problem, chunks)
     usual = min(chunks, key=lambda chunk: abs(chunk - _USUAL_CHUNK))
     for chunk in dict.fromkeys((usual, chunks[0])):
-        found: list[ResidentPlan] = []
-        for order in _orders(problem.profiles):
-            for bound_s, stages in _arrangements(problem, order, chunk):
-                if len(found) >= _FINALISTS and bound_s >= found[_FINALISTS - 1].step_s:
-                    break
-                plan = judge(problem, stages(), chunk)
-                if plan is not None:
-                    found.append(plan)
-                    found.sort(key=lambda plan: plan.step_s)
-        if found:
+        finalists = [plan for found in arrangements(problem, chunk) for plan in _finalists(problem, found, chunk)]
+        if finalists:
             simple = [plan for stages in _simple(problem) if (plan := judge(problem, stages, chunk)) is not None]
-            return _refined(problem, _best_played(problem, [*found[:_FINALISTS], *simple], chunks))
+            different = {plan.arrangement: plan for plan in (*finalists, *simple)}
+            return _refined(problem, _best_played(problem, list(different.values()), chunks))
     return None
+
+
+def _finalists(problem: Problem, proposed: Arrangements, chunk: int) -> list[ResidentPlan]:
+    """The best few of some arrangements by the formula."""
+    found: list[ResidentPlan] = []
+    for bound_s, stages in proposed:
+        if len(found) == _FINALISTS and bound_s >= found[-1].step_s:
+            break
+        plan = judge(problem, stages(), chunk)
+        if plan is not None:
+            found = sorted([*found, plan], key=lambda plan: plan.step_s)[:_FINALISTS]
+    return found
 
 
 def _simple(problem: Problem) -> Iterator[list[Draft]]:
@@ -164,25 +162,45 @@ def _best_played(problem: Problem, plans: Sequence[ResidentPlan], chunks: Sequen
 
 
 def _refined(problem: Problem, plan: ResidentPlan) -> ResidentPlan:
-    """Move cuts between neighboring stages, a sublayer at a time, while that makes the timeline shorter."""
-    tried = 0
+    """Move cuts and exchange stages while that makes the timeline shorter."""
+    stages = drafts(plan.stages, problem.profiles.names) or []
+    left = min(_MOST_MOVES, _MOVED_UNITS // _units(problem, stages, plan.chunk))
     has_changed = True
-    while has_changed and tried < _MOST_MOVES:
+    while has_changed:
         has_changed = False
-        stages = drafts(plan.stages, problem.profiles.names) or []
-        for number, shift in itertools.product(range(len(stages) - 1), (1, -1)):
-            left, right = stages[number], stages[number + 1]
-            if min(left.count + shift, right.count - shift) < 1 or max(len(left.members), len(right.members)) > 1:
-                continue
-            moved = list(stages)
-            moved[number] = replace(left, count=left.count + shift)
-            moved[number + 1] = replace(right, first=right.first + shift, count=right.count - shift)
-            tried += 1
+        for moved in itertools.islice(_moves(stages), left):
+            left -= 1
             found = _played(problem, moved, plan.chunk)
             if found is not None and found.step_s < plan.step_s:
-                plan, has_changed = found, True
+                plan, stages, has_changed = found, moved, True
                 break
     return plan
+
+
+def _moves(stages: Sequence[Draft]) -> Iterator[list[Draft]]:
+    """Neighbors of an arrangement: a cut moved by a sublayer, two stages exchanged, or one joined to its neighbor."""
+    for number, shift in itertools.product(range(len(stages) - 1), (1, -1)):
+        left, right = stages[number], stages[number + 1]
+        if min(left.count + shift, right.count - shift) >= 1 and max(len(left.members), len(right.members)) == 1:
+            counts = [stage.count for stage in stages]
+            counts[number : number + 2] = left.count + shift, right.count - shift
+            yield _lined_up(counts, stages)
+    for one, other in itertools.combinations(range(len(stages)), 2):
+        moved = list(stages)
+        moved[one], moved[other] = stages[other], stages[one]
+        if max(len(stages[one].members), len(stages[other].members)) == 1:
+            yield _lined_up([stage.count for stage in moved], moved)
+    for gone, other in itertools.product(range(len(stages)), (-1, 1)):
+        if 0 <= gone + other < len(stages) and len(stages[gone + other].members) == 1:
+            counts = [stage.count for stage in stages]
+            counts[gone + other] += counts[gone]
+            yield _lined_up(counts[:gone] + counts[gone + 1 :], [*stages[:gone], *stages[gone + 1 :]])
+
+
+def _lined_up(counts: Sequence[int], stages: Sequence[Draft]) -> list[Draft]:
+    """These stages one after another, with other numbers of sublayers."""
+    firsts = itertools.accumulate(counts, initial=0)
+    return [replace(one, first=first, count=count) for one, first, count in zip(stages, firsts, counts, strict=False)]
 
 
 def _best_of_many(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | None:
@@ -197,108 +215,6 @@ def _best_of_many(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | Non
     ]
     plans = [plan for chunk in chunks if (plan := judge(problem, stages, chunk)) is not None]
     return _best_played(problem, plans[:1], chunks) if plans else None
-
-
-def _orders(profiles: Profiles) -> list[Ints]:
-    """Orders, strongest first: by compute x uplink, by memory and, in small fleets, by each rate; ties keep order."""
-    worth, memory = profiles.flops_per_s * profiles.up_bytes_per_s, profiles.memory_bytes
-    keys = [worth, memory, profiles.flops_per_s, profiles.up_bytes_per_s]
-    orders = [
-        np.argsort(-np.round(np.log(key) * _STEPS_PER_E), kind="stable")
-        for key in (keys if len(profiles) <= _FEW else keys[:2])
-    ]
-    return [np.array(order) for order in dict.fromkeys(tuple(order.tolist()) for order in orders)]
-
-
-def _arrangements(problem: Problem, order: Ints, chunk: int) -> list[tuple[float, Callable[[], list[Draft]]]]:
-    """The best cut for every number of stages and devices, strongest first or last; sorted by the busiest column.
-
-    f[g, i, p] = min over j, q of max(f[g-1, j, q], seconds of devices j..i with sublayers q..p). With the strongest
-    last, the same runs from the last sublayer to the first.
-    """
-    seconds, slices = _column_seconds(problem, order, chunk)
-    found: list[tuple[float, Callable[[], list[Draft]]]] = []
-    for is_reversed in (False, True):
-        table = seconds[:, :, ::-1, ::-1].swapaxes(2, 3) if is_reversed else seconds
-        choices: list[Ints] = []
-        reached = np.full((len(order) + 1, table.shape[-1]), inf)
-        reached[0, 0] = 0.0
-        for count in range(1, min(len(order), len(problem.sums)) + 1):
-            reached, choice = _one_more_stage(reached, table, count)
-            choices.append(choice)
-            for last in np.flatnonzero(np.isfinite(reached[:, -1])).tolist():
-                trace = partial(_traced, order, tuple(choices), slices, last, is_reversed)
-                found.append((float(reached[last, -1]), trace))
-    return sorted(found, key=lambda pair: pair[0])
-
-
-def _one_more_stage(reached: Floats, seconds: Floats, count: int) -> tuple[Floats, Ints]:
-    cuts = reached.shape[1]
-    then, choice = np.full_like(reached, inf), np.zeros(reached.shape, dtype=np.int64)
-    for last in range(count, len(reached)):
-        # each earlier stage needed at least one device
-        worst = np.maximum(reached[count - 1 : last, :, None], seconds[count - 1 : last, last - 1]).reshape(-1, cuts)
-        picked = worst.argmin(axis=0)
-        then[last] = worst[picked, np.arange(cuts)]
-        choice[last] = picked + (count - 1) * cuts
-    return then, choice
-
-
-def _traced(order: Ints, choices: tuple[Ints, ...], slices: Ints, last: int, is_reversed: bool) -> list[Draft]:
-    stages: list[Draft] = []
-    length = slices.shape[-1]
-    until = length
-    for choice in reversed(choices):
-        before, since = divmod(int(choice[last, until]), length + 1)
-        first, count = length - until if is_reversed else since, until - since
-        parts = int(slices[before, last - 1, first]) if count == 1 else 1
-        members = order[before:last].tolist()
-        stages.append(Draft(first, count, tuple(tuple(members[part::parts]) for part in range(parts))))
-        last, until = before, since
-    return stages if is_reversed else stages[::-1]
-
-
-def _column_seconds(problem: Problem, order: Ints, chunk: int) -> tuple[Floats, Ints]:
-    """[j, i, q, p]: seconds of devices order[j..i] for sublayers q..p; [j, i, q]: slices, if that is one sublayer."""
-    devices, length = len(order), len(problem.sums)
-    j, i = np.triu_indices(devices)
-    place = np.argsort(order)
-    members = (place >= j[:, None]) & (place <= i[:, None])
-    first, last = np.triu_indices(length)
-    runs, kind = problem.sums.kinds(first, last - first + 1)
-    ends = _seconds(problem, first[runs], last[runs] - first[runs] + 1, np.ones(len(j), dtype=np.int64), members, chunk)
-    seconds = np.full((devices, devices, length + 1, length + 1), inf)
-    seconds[j[:, None], i[:, None], first, last + 1] = ends[:, kind]
-    slices = np.ones((devices, devices, length), dtype=np.int64)
-    group, parts = np.nonzero((i - j + 1)[:, None] % np.arange(1, devices + 1) == 0)
-    group, parts = group[parts > 0], parts[parts > 0] + 1
-    if len(group) == 0:
-        return seconds, slices
-    begins = np.cumsum(parts) - parts
-    part = np.arange(int(parts.sum())) - np.repeat(begins, parts)
-    group_of, parts_of = np.repeat(group, parts), np.repeat(parts, parts)
-    dealt = members[group_of] & ((place - j[group_of, None]) % parts_of[:, None] == part[:, None])
-    single = np.arange(length)
-    runs, kind = problem.sums.kinds(single, np.ones_like(single))
-    ends = _seconds(problem, runs, np.ones_like(runs), parts_of, dealt, chunk)
-    slowest = np.maximum.reduceat(ends, begins, axis=0)[:, kind]
-    allowed = np.array([[sublayer.allows(c) for sublayer in problem.sums.sublayers] for c in range(devices + 1)])
-    for number, (before, until) in enumerate(zip(j[group].tolist(), i[group].tolist(), strict=True)):
-        whole = seconds[before, until, single, single + 1]
-        better = single[(slowest[number] < whole) & allowed[parts[number]]]
-        seconds[before, until, better, better + 1] = slowest[number, better]
-        slices[before, until, better] = parts[number]
-    return seconds, slices
-
-
-def _seconds(problem: Problem, first: Ints, count: Ints, slices: Ints, members: Bools, chunk: int) -> Floats:
-    """[column, run]: seconds of each column's members for each run of sublayers, as one of `slices` slices."""
-    columns, runs = len(members), len(first)
-    shards = np.tile(first, columns), np.tile(count, columns), np.repeat(slices, runs)
-    of = shard_costs(problem.sums, *shards, chunk=chunk)
-    pace = paces(problem, of, np.repeat(members, runs, axis=0), chunk)
-    ends, _ = share_rows(pace, problem.sequences, problem.sums.sequence, of.takes_sequences)
-    return ends.reshape(columns, runs)
 
 
 def _why_not(problem: Problem, chunk: int) -> str:
