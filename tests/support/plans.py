@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from cleave.core.fleet.profiles import DeviceId
 from cleave.core.model.keeping import Keeping
@@ -41,6 +42,30 @@ def plan_of(stages: Sequence[Stage], chunk: int) -> ResidentPlan:
         up_bytes=0.0,
         limit="compute",
     )
+
+
+def leased(counts: Sequence[int], chunk: int = 8, every: int = 1000) -> Callable[..., ResidentPlan]:
+    """A planner of a pipeline, one device per stage of so many sublayers (the last has the rest), which keeps what it trains.
+
+    Without leases, or with fewer devices, the stages are the same but shared by all devices.
+    """
+
+    def arrange(problem: Problem, **_: object) -> ResidentPlan:
+        names, first = problem.profiles.names, 0
+        stages: list[Stage] = []
+        for number, count in enumerate(counts):
+            left = len(problem.sums.sublayers) - first
+            within = left if number == len(counts) - 1 else min(count, left)
+            if within and problem.leasing is not None and len(names) >= len(counts):
+                stage = stage_of(first, within, [[names[number]]])
+                columns = (stage.columns[0]._replace(is_leased=True, snapshot_every=every),)
+                stages.append(replace(stage, columns=columns))
+            elif within:
+                stages.append(stage_of(first, within, [names]))
+            first += within
+        return plan_of(stages, chunk)
+
+    return arrange
 
 
 def arranged(layout: Layout, chunk: int) -> Callable[..., ResidentPlan]:

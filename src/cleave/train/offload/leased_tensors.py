@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map
 
+from cleave.errors import CleaveError
+
 _aten = torch.ops.aten
 
 
@@ -216,5 +218,6 @@ def _fetched(value: Any) -> Any:
         return value
     if value.numbers is None:
         value.keeper.end("a gradient was read between backward and the optimizer's step")
-    assert value.numbers is not None, "ending a lease brings its gradients here"
+    if value.numbers is None:
+        raise CleaveError("this gradient was lost with its device after its step; clear gradients after each step")
     return value.numbers

@@ -76,6 +76,8 @@ class _Generation:
     """Passes whose gradients devices add, whether or not anybody asks for them."""
     returned: int = 0
     factor: float = 1.0
+    is_spent: bool = False
+    """Whether the optimizer has stepped with them."""
     gradients: dict[int, LeasedGradient] = field(default_factory=dict)
     norms: dict[int, float] | None = None
 
@@ -196,7 +198,8 @@ class Leases:
     def for_training(self, description: Description, plan: ResidentPlan | None) -> FleetLease | None:
         """Return the lease under which a pass should run; None if it should run without one."""
         with self._lock:
-            wanted = {} if plan is None else self._leasable(description, plan)
+            is_leased = plan is not None and any(column.is_leased for stage in plan.stages for column in stage.columns)
+            wanted = self._leasable(description, plan) if plan is not None and is_leased else {}
             held = self._held
             if held is not None and not self._is_same(held, description, plan, wanted):
                 self.end("the plan changed")
@@ -231,8 +234,8 @@ class Leases:
         if all(one is None for one in present):
             held.lease.clear_gradients()
             held.generation = _Generation()
-        elif not all(_is_untouched(one, generation) for one in present):
-            self.end("some gradients were changed or cleared, and others not")
+        elif generation.is_spent or not all(_is_untouched(one, generation) for one in present):
+            self.end("gradients were kept after a step, or some were changed and others not")
 
     def _begin(self, description: Description, plan: ResidentPlan, wanted: Mapping[int, Shard]) -> _Held | None:
         parameters = {number: description.parameters[number] for number in wanted}
@@ -362,6 +365,7 @@ class Leases:
             }
             held.log.add_update({number: (rule, f / generation.factor) for number, (rule, f) in rules.items()})
             held.updates += 1
+            generation.is_spent = True
             held.pending = held.lease.update(rules)
             self._hidden = [(held.parameters[number], gradient) for number, gradient in stepped.items()]
             for parameter, _ in self._hidden:
@@ -460,7 +464,8 @@ class Leases:
             except LeaseLost as fault:
                 self.recover(str(fault))
                 return
-            self._write(held, values)
+            if held.updates:  # else the numbers here are current, and may have been changed since they were read
+                self._write(held, values)
             if wants:
                 for number, one in values.items():
                     gradient = torch.from_numpy(one.gradient).view(held.parameters[number].shape)
@@ -544,8 +549,10 @@ class Leases:
                     self._replay_updates(held, shard, lost, finished)
                 self._weights.touched()
                 wants = [n for n, one in gradients.items() if _grad(held.parameters[n]) is one]
-                if wants:
+                if wants and not held.generation.is_spent:
                     self._replay_gradients(held, open_passes)
+                for number in wants if held.generation.is_spent else ():
+                    held.parameters[number].grad = None  # its weights have changed since, and nobody needs it
             finally:
                 self._is_recovering = False
             for parameter in held.parameters.values():

@@ -102,6 +102,6 @@ def apply(optimizer: optim.Optimizer, rule: Rule, parameter: torch.Tensor, gradi
             group |= {"weight_decay": rule.weight_decay, "nesterov": rule.is_nesterov, "maximize": rule.is_ascent}
             again = optim.SGD([group])
     again.state[parameter] = own
-    parameter.grad = gradient
+    waiting, parameter.grad = parameter.grad, gradient
     again.step()
-    parameter.grad = None
+    parameter.grad = waiting
