@@ -21,7 +21,7 @@ from cleave.core.plan.resident.search import area_bound_s
 from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import Column, ResidentPlan
 
-FEW = 8
+FEW = 16
 _CHUNKS = (16, 64, 256, 1024)
 
 
