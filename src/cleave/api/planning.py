@@ -12,14 +12,17 @@ import numpy as np
 
 from cleave import settings
 from cleave.api.checks import check_type
+from cleave.core.cost.lease import ADAM_STATES
 from cleave.core.cost.rates import Server
 from cleave.core.cost.wire import PLAN_WIRE, WireFormat
 from cleave.core.fleet import sampling
 from cleave.core.fleet.profiles import Profiles, read_csv
 from cleave.core.model.gemms import Gemm
 from cleave.core.model.grain import Grain
+from cleave.core.model.lease import LeaseMode
 from cleave.core.model.shapes import ModelShape, from_config, named
 from cleave.core.plan.gemm.product import GemmPlan, Split, plan_gemm
+from cleave.core.plan.resident.problem import Leasing
 from cleave.core.plan.step import StepChoice, StepPlan, choose_step, plan_step
 from cleave.disk import read_whole
 from cleave.errors import FleetError, InputError, ModelError
@@ -43,12 +46,14 @@ def plan(
     grouped: bool = True,
     grain: Grain = settings.GRAIN,
     lora: int | None = None,
+    lease: LeaseMode = settings.LEASE,
 ) -> GemmPlan | StepPlan | StepChoice:
     """Plan one gemm, or a model's whole step, over a fleet: profiles, or the path of a fleet CSV.
 
     A step with grain "gemm" is returned as a `StepPlan`; `split` and `grouped` apply to it only. Otherwise it is a
     `StepChoice`: the faster grain, or the resident one with grain "resident", beside every rival.
     With `lora`, a step trains adapters of that rank beside every linear layer of attention and MLP, and nothing else.
+    With `lease` "auto", a device that holds layers alone may keep them with the state of AdamW and update them itself.
     """
     check_type(fleet, Profiles | str | Path, "a fleet as Profiles or the path of a fleet CSV")
     profiles = fleet if isinstance(fleet, Profiles) else load_fleet(fleet)
@@ -90,6 +95,7 @@ def plan(
         wire=wire,
         server=server,
         resident_only=grain == "resident",
+        leasing=Leasing(states=ADAM_STATES) if lease == "auto" else None,
     )
 
 

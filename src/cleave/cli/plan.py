@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 from cleave.cli.arguments import AddVerb, count, gemm_sizes, positive
 from cleave.core.cost.wire import PLAN_WIRE, WIRE_FORMATS
 from cleave.core.model.grain import GRAINS
+from cleave.core.model.lease import LEASE_MODES
 from cleave.errors import InputError
-from cleave.settings import GRAIN
+from cleave.settings import GRAIN, LEASE
 
 if TYPE_CHECKING:
     from cleave.core.cost.wire import WireFormat
     from cleave.core.model.grain import Grain
+    from cleave.core.model.lease import LeaseMode
     from cleave.core.plan.gemm.product import Split
 
 _GBIT_BYTES = 1e9 / 8
@@ -81,6 +83,13 @@ def add_to(add: AddVerb) -> None:
         help="blocks of products (gemm), resident layers, or the faster of the two (default: auto)",
     )
     choices.add_argument(
+        "--lease",
+        choices=LEASE_MODES,
+        default=LEASE,
+        help="with up to 16 devices: whether one that holds layers alone may keep them, with the state of AdamW, and "
+        f"update them itself (default: {LEASE})",
+    )
+    choices.add_argument(
         "--split",
         choices=["auto", "2d", "3d"],
         default="auto",
@@ -110,6 +119,7 @@ def _run_plan(options: argparse.Namespace) -> None:
         split=options.split,
         grouped=not options.ungrouped,
         lora=options.lora,
+        lease=options.lease,
         as_json=options.json,
         plot=options.plot,
     )
@@ -130,6 +140,7 @@ def run_plan(
     split: Split,
     grouped: bool,
     lora: int | None,
+    lease: LeaseMode,
     as_json: bool,
     plot: str | None,
 ) -> None:
@@ -161,6 +172,7 @@ def run_plan(
         grouped=grouped,
         grain=grain,
         lora=lora,
+        lease=lease,
     )
     if as_json:
         sys.stdout.write(json.dumps(plan_json.as_json(planned)) + "\n")

@@ -318,6 +318,16 @@ def test_on_slow_links_every_stage_is_leased_and_only_activations_and_snapshots_
     assert plan.step_s < 0.4 * plan_columns(posed(fleet, sublayers)).step_s
 
 
+def test_the_formula_and_the_timeline_of_a_leased_pipeline_agree() -> None:
+    problem = posed(equal(3, link=2e6), model(6), leasing=ADAM)
+    stages = [Draft(0, 4, ((0,),)), Draft(4, 5, ((1,),)), Draft(9, 4, ((2,),))]
+    formula, timeline = (judge(problem, stages, 128, is_played=is_played) for is_played in (False, True))
+    assert formula is not None
+    assert timeline is not None
+    assert timeline.step_s == pytest.approx(formula.step_s, rel=0.15)
+    assert timeline.arrangement == formula.arrangement
+
+
 def test_a_column_of_two_is_synchronized() -> None:
     problem = posed(equal(2), model(2), leasing=ADAM)
     plan = judge(problem, [Draft(0, 5, ((0, 1),))], 64)

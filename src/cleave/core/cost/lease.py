@@ -22,6 +22,8 @@ LOG_BYTES = 200e9
 LEAST_EVERY, MOST_EVERY = 16, 256
 """Steps between two snapshots of a column. More often than the least, they would cost as much as synchronizing; less
 often than the most, a lost column would take too long to replay."""
+_WORTH_LENDING = 0.1
+"""A column with a smaller share of weights that can be leased is synchronized as a whole."""
 _SNAPSHOT_SHARE = 0.05
 """Share of a column's time that its uplink may spend on snapshots."""
 
@@ -46,9 +48,9 @@ def most_steps_logged(log_bytes: float, step_bytes: Floats) -> Floats:
     return np.minimum(np.floor(log_bytes / step_bytes), MOST_EVERY)
 
 
-def is_worth_leasing(most_steps: Floats, states: int, terms: Terms) -> Bools:
-    """Whether snapshots as rare as the log allows send up less than the gradients of every step would."""
-    return snapshot_bytes(1.0, states) <= terms.gradient_bytes * most_steps
+def is_worth_leasing(lent: Floats, trained: Floats, most_steps: Floats, states: int, terms: Terms) -> Bools:
+    """Whether enough of what is trained can be leased, and snapshots send up less than gradients would."""
+    return (lent > _WORTH_LENDING * trained) & (snapshot_bytes(1.0, states) <= terms.gradient_bytes * most_steps)
 
 
 def snapshot_every(snapshot_s: Floats, busy_s: Floats, most_steps: Floats) -> Ints:

@@ -27,10 +27,11 @@ Arrangements = list[tuple[float, Callable[[], list[Draft]]]]
 """Arrangements that are made on demand, with the time of the busiest column, shortest first."""
 
 
-def arrangements(problem: Problem, chunk: int) -> Iterator[Arrangements]:
+def arrangements(problem: Problem, chunk: int, *, in_any_order: bool) -> Iterator[Arrangements]:
+    """Arrangements along a few orders and, for a handful of devices if asked for, in any order."""
     for order in _orders(problem.profiles):
         yield _along(problem, order, chunk)
-    if len(problem.profiles) <= _FEW:
+    if in_any_order and len(problem.profiles) <= _FEW:
         yield _all_groups(problem, chunk)
 
 

@@ -21,7 +21,7 @@ from cleave.core.plan.resident.search import area_bound_s
 from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import Column, ResidentPlan
 
-FEW = 8
+FEW = 16
 _CHUNKS = (16, 64, 256, 1024)
 
 
@@ -37,6 +37,7 @@ def plan_few(
 ) -> ModelPlan:
     """A plan for up to `FEW` devices; InfeasibleError if their memory does not hold the model at once."""
     sublayers, terms = sublayers_of(shape), lean_terms(wire)
+    lease_states = None if leasing is None else leasing.states
     problem = pose(
         profiles,
         sublayers,
@@ -51,6 +52,7 @@ def plan_few(
     )
     plan = plan_columns(problem, chunks=_CHUNKS)
     return ModelPlan(
+        lease_states=lease_states,
         shape=shape,
         tokens=tokens,
         sequence=sequence,
@@ -62,7 +64,7 @@ def plan_few(
                 synchronisation_s=min(_synchronisation_s(problem, plan), plan.busiest_s),
             ),
         ),
-        bound_s=min(area_bound_s(profiles, problem.sums, tokens, is_held=True), plan.step_s),
+        bound_s=min(area_bound_s(profiles, problem.sums, tokens, is_held=True, lease_states=lease_states), plan.step_s),
         left_out={
             name: "speed: the step would take longer with it" for name in profiles.names if name not in plan.devices
         },

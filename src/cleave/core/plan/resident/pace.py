@@ -103,7 +103,8 @@ def _lent(
     if leasing is None:
         return np.zeros(free.shape), np.zeros(free.shape)
     memory = np.asarray(lease_bytes(terms, of.lent, leasing.states))[:, None]
-    wanted = (able.sum(axis=1) == 1) & is_worth_leasing(_most_steps(problem, of), leasing.states, terms)
+    wanted = is_worth_leasing(of.lent, of.trained, _most_steps(problem, of), leasing.states, terms)
+    wanted &= able.sum(axis=1) == 1
     if may_lease is not None:
         wanted &= may_lease
     is_leased = wanted[:, None] & able & leasing.may_lend(problem.profiles.names) & (free >= memory)

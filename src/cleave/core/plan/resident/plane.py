@@ -59,7 +59,7 @@ def worth_of_one_more(plan: ModelPlan, profiles: Profiles) -> dict[str, float]:
     is_held = len(plan.rounds) == 1
 
     def bound_s(fleet: Profiles) -> float:
-        return area_bound_s(fleet, whole, plan.tokens, is_held=is_held, tolerance=_FINE)
+        return area_bound_s(fleet, whole, plan.tokens, is_held=is_held, lease_states=plan.lease_states, tolerance=_FINE)
 
     now_s = bound_s(profiles)
     return {

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 
@@ -31,6 +32,8 @@ _FINALISTS = 5
 _MOST_UNITS = 20_000  # in one timeline: half a second
 _MOST_MOVES = 60  # arrangements tried beside the best one found
 _MOVED_UNITS = 100_000  # in their timelines together
+_HOPELESS = 1.3  # the formula is seldom that much above the timeline
+_REFINED = 2  # of the arrangements that were played
 _MANY = 24  # beyond this many devices the dynamic program would take seconds
 _USUAL_CHUNK = 64
 _LIKELY_CHUNKS = 3
@@ -47,12 +50,13 @@ def plan_columns(
         raise InputError(f"expected chunks of 1 token or more, got {tuple(chunks)}; change them")
     sizes = sorted({min(chunk, problem.sums.sequence) for chunk in chunks})
     standing = _standing(problem, previous)
-    found = [plan for one in _ways(problem) if (plan := _roomy_or_lean(one, sizes)) is not None]
-    if not found:
+    if standing is not None:
+        found = _best(problem, sizes, is_thorough=False)
+        if found is None or found.step_s > standing.step_s * _WORTH_MOVING:
+            return standing
+    best = _best(problem, sizes, is_thorough=True)
+    if best is None:
         raise InfeasibleError(_why_not(problem, sizes[0]))
-    best = min(found, key=lambda plan: plan.step_s)
-    if standing is not None and best.step_s > standing.step_s * _WORTH_MOVING:
-        return standing
     return best
 
 
@@ -60,22 +64,6 @@ def judge_again(problem: Problem, plan: ResidentPlan) -> ResidentPlan | None:
     """The same arrangement with the time it takes on this fleet; None if a device is gone or too small."""
     stages = _drafted(problem, plan)
     return None if stages is None else _played(problem, stages, min(plan.chunk, problem.sums.sequence))
-
-
-def _ways(problem: Problem) -> Iterator[Problem]:
-    """The problem with leases, and without: state takes memory that activations may need more."""
-    yield problem
-    if problem.leasing is not None:
-        yield replace(problem, leasing=None)
-
-
-def _roomy_or_lean(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | None:
-    best = _best(problem, chunks)
-    if best is None or not is_cramped(problem, drafts(best.stages, problem.profiles.names) or [], best.chunk):
-        return best
-    # what devices keep leaves room for fewer sequences: that may not pay
-    lean = _best(replace(problem, may_keep=False), chunks)
-    return best if lean is None else min(best, lean, key=lambda plan: plan.step_s)
 
 
 def _standing(problem: Problem, previous: ResidentPlan | None) -> ResidentPlan | None:
@@ -112,17 +100,39 @@ def _units(problem: Problem, stages: Sequence[Draft], chunk: int) -> int:
     return 2 * shards * min(problem.sequences, PLAYED_SEQUENCES) * -(-problem.sums.sequence // chunk)
 
 
-def _best(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | None:
+def _best(problem: Problem, chunks: Sequence[int], *, is_thorough: bool) -> ResidentPlan | None:
+    """The fastest arrangement found: with leases or without, and keeping activations or not where memory is short."""
+    found: list[ResidentPlan] = []
+    for way in (problem,) if problem.leasing is None else (problem, replace(problem, leasing=None)):
+        best = _searched(way, chunks, is_thorough=is_thorough)
+        found += best
+        if best and is_cramped(way, _free(way, best[0]), best[0].chunk):
+            found += _searched(replace(way, may_keep=False), chunks, is_thorough=is_thorough)
+    return min(found, key=_step_s, default=None)
+
+
+def _searched(problem: Problem, chunks: Sequence[int], *, is_thorough: bool) -> list[ResidentPlan]:
+    """The fastest few arrangements found, fastest first."""
     if len(problem.profiles) > _MANY:
         return _best_of_many(problem, chunks)
+    found = _best_of_few(problem, chunks, is_thorough=is_thorough)
+    return sorted((_refined(problem, plan) for plan in found), key=_step_s) if is_thorough else found
+
+
+def _step_s(plan: ResidentPlan) -> float:
+    return plan.step_s
+
+
+def _best_of_few(problem: Problem, chunks: Sequence[int], *, is_thorough: bool) -> list[ResidentPlan]:
     usual = min(chunks, key=lambda chunk: abs(chunk - _USUAL_CHUNK))
     for chunk in dict.fromkeys((usual, chunks[0])):
-        finalists = [plan for found in arrangements(problem, chunk) for plan in _finalists(problem, found, chunk)]
+        proposed = arrangements(problem, chunk, in_any_order=is_thorough)
+        finalists = [plan for found in proposed for plan in _finalists(problem, found, chunk)]
         if finalists:
             simple = [plan for stages in _simple(problem) if (plan := judge(problem, stages, chunk)) is not None]
             different = {plan.arrangement: plan for plan in (*finalists, *simple)}
-            return _refined(problem, _best_played(problem, list(different.values()), chunks))
-    return None
+            return _best_played(problem, list(different.values()), chunks)
+    return []
 
 
 def _finalists(problem: Problem, proposed: Arrangements, chunk: int) -> list[ResidentPlan]:
@@ -133,7 +143,7 @@ def _finalists(problem: Problem, proposed: Arrangements, chunk: int) -> list[Res
             break
         plan = judge(problem, stages(), chunk)
         if plan is not None:
-            found = sorted([*found, plan], key=lambda plan: plan.step_s)[:_FINALISTS]
+            found = sorted([*found, plan], key=_step_s)[:_FINALISTS]
     return found
 
 
@@ -144,35 +154,51 @@ def _simple(problem: Problem) -> Iterator[list[Draft]]:
     yield [Draft(0, length, (tuple(everyone),))]
 
 
-def _best_played(problem: Problem, plans: Sequence[ResidentPlan], chunks: Sequence[int]) -> ResidentPlan:
-    """The fastest of some arrangements by their timelines, with chunks of any size.
+def _best_played(problem: Problem, plans: Sequence[ResidentPlan], chunks: Sequence[int]) -> list[ResidentPlan]:
+    """The fastest few of some arrangements by their timelines, with chunks of any size.
 
-    The chunk of each is chosen by the formula, and its neighbors are played too.
+    The formula says which chunks to try, and what is hopeless.
     """
-    best: ResidentPlan | None = None
-    for plan in plans:
-        stages = drafts(plan.stages, problem.profiles.names) or []
+    likely: list[tuple[float, int, list[Draft], int]] = []
+    for number, plan in enumerate(plans):
+        stages = _free(problem, plan)
         judged = [(found.step_s, size) for size in chunks if (found := judge(problem, stages, size)) is not None]
-        likely = sorted(judged)[:_LIKELY_CHUNKS]
-        for played in (_played(problem, stages, size) for _, size in likely):
-            if played is not None and (best is None or played.step_s < best.step_s):
-                best = played
-    assert best is not None, "every arrangement given was feasible"
-    return best
+        likely += [(step_s, number, stages, size) for step_s, size in sorted(judged)[:_LIKELY_CHUNKS]]
+    best: dict[int, ResidentPlan] = {}
+    within_s = inf
+    for step_s, number, stages, size in sorted(likely, key=lambda one: one[:2]):
+        if step_s >= within_s * _HOPELESS:
+            break
+        played = _played(problem, stages, size)
+        if played is not None and (number not in best or played.step_s < best[number].step_s):
+            best[number] = played
+            if len(best) >= _REFINED:
+                within_s = sorted(plan.step_s for plan in best.values())[_REFINED - 1]
+    return sorted(best.values(), key=_step_s)[:_REFINED]
+
+
+def _free(problem: Problem, plan: ResidentPlan) -> list[Draft]:
+    """The stages of a plan for this fleet, to be leased wherever that is allowed and fits."""
+    return drafts(plan.stages, problem.profiles.names) or []
 
 
 def _refined(problem: Problem, plan: ResidentPlan) -> ResidentPlan:
-    """Move cuts and exchange stages while that makes the timeline shorter."""
-    stages = drafts(plan.stages, problem.profiles.names) or []
+    """Move cuts and stages while that makes the timeline shorter."""
+    stages = _free(problem, plan)
     left = min(_MOST_MOVES, _MOVED_UNITS // _units(problem, stages, plan.chunk))
     has_changed = True
-    while has_changed:
+    while has_changed and left > 0:
         has_changed = False
-        for moved in itertools.islice(_moves(stages), left):
+        for moved in _moves(stages):
+            judged = judge(problem, moved, plan.chunk)
+            if judged is None or judged.step_s >= plan.step_s * _HOPELESS:
+                continue
             left -= 1
             found = _played(problem, moved, plan.chunk)
             if found is not None and found.step_s < plan.step_s:
                 plan, stages, has_changed = found, moved, True
+                break
+            if left <= 0:
                 break
     return plan
 
@@ -203,18 +229,18 @@ def _lined_up(counts: Sequence[int], stages: Sequence[Draft]) -> list[Draft]:
     return [replace(one, first=first, count=count) for one, first, count in zip(stages, firsts, counts, strict=False)]
 
 
-def _best_of_many(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | None:
+def _best_of_many(problem: Problem, chunks: Sequence[int]) -> list[ResidentPlan]:
     """Search as for large fleets, with the terms of live devices; the medium counts only once columns are found."""
     search = Search(problem.profiles, problem.sums, problem.rows, problem.server, is_held=True)
     found = search.best()
     if found is None:
-        return None
+        return []
     stages = [
         Draft(one.first, one.count, tuple(tuple(group.devices.tolist()) for group in one.groups))
         for one in found.cover.stages
     ]
     plans = [plan for chunk in chunks if (plan := judge(problem, stages, chunk)) is not None]
-    return _best_played(problem, plans[:1], chunks) if plans else None
+    return _best_played(problem, plans[:1], chunks)
 
 
 def _why_not(problem: Problem, chunk: int) -> str:

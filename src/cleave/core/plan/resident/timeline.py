@@ -255,10 +255,13 @@ class _Play:
         self._send_snapshot(seating.station, post.snapshot_up / _PIECES, _PIECES if post.snapshot_up else 0)
 
     def _send_snapshot(self, station: int, piece_up: float, left: int) -> None:
-        """Send a snapshot piece by piece, so that results never wait long behind it."""
+        """Send a snapshot piece by piece whenever no result waits for the link, however many tasks are under way."""
         if left:
             then = partial(self._send_snapshot, station, piece_up, left - 1)
-            self._submit(_Task(station, AHEAD, 0.0, 0.0, piece_up, then))
+            device = self._devices[station]
+            device.running += 1
+            self._push(device.up.waiting, _Task(station, AHEAD, 0.0, 0.0, piece_up, then))
+            self._send_up(device)
 
     # -------------------------------------------------------------------------------------------- devices
 
