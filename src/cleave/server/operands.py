@@ -154,6 +154,10 @@ class Operands:
         """Create an identity for an operand that a device makes itself."""
         return Operand(id=OperandId(next(self._ids)), bytes=size, is_made=True)
 
+    def drop(self, operands: Iterable[Operand]) -> None:
+        """Release operands that devices made themselves; from any thread."""
+        self._released(tuple(operand.id for operand in operands))
+
     def strips(self, operand: OperandId) -> Iterator[tuple[Store, memoryview]]:
         return self._slices[operand].strips(self._codec)
 

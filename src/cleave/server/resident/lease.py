@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -23,7 +24,7 @@ from cleave.core.model.decoder import Decoder, View
 from cleave.core.model.update_rule import Rule
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.core.plan.resident.timeline import BACKWARD
-from cleave.core.schedule.tasks import DeviceId, Operand, OperandsReleased
+from cleave.core.schedule.tasks import DeviceId, Operand
 from cleave.errors import LeaseLost
 from cleave.protocol.numbers import Matrix
 from cleave.protocol.programs import Collect, Hold, Leased, SquareSum, Update
@@ -38,6 +39,13 @@ _UPDATE_FLOPS = 12
 
 Lent = tuple[Tensor, ...]
 """A parameter and its optimizer states, as they are when a lease begins; fp32, bound until they are sent."""
+
+
+class LeasedRun(Run, Protocol):
+    """A pass under a lease."""
+
+    @property
+    def is_done(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -87,7 +95,7 @@ class Lease:
             if view.parameter in self.parameters
         }
         self.devices = frozenset(self._device.values())
-        self._runs: weakref.WeakSet[Run] = weakref.WeakSet()
+        self._runs: weakref.WeakSet[LeasedRun] = weakref.WeakSet()
         self._is_over = False
         self._lost: set[DeviceId] = set()
         """Devices that failed a request: what they hold is unknown."""
@@ -145,17 +153,17 @@ class Lease:
         """Start the next pass from zero gradients."""
         dropped, self._accumulators = self._accumulators, {}
         if dropped:
-            self._post(OperandsReleased(tuple(operand.id for operand in dropped.values())))
+            self._operands.drop(dropped.values())
 
     def end(self) -> None:
         """End passes under the lease and release everything on devices; tensors go when nothing refers to them."""
         self._is_over = True
-        for run in list(self._runs):
+        for run in [run for run in self._runs if not run.is_done]:
             self._post(Prompted(run, LeaseLost("the lease ended")))
         self.clear_gradients()
         self._lent.clear()
 
-    def follow(self, run: Run) -> None:
+    def follow(self, run: LeasedRun) -> None:
         """Note a pass that is about to run under the lease."""
         self._runs.add(run)
 

@@ -109,6 +109,11 @@ class ResidentRun:
         """Whether the caller has some gradients, which cannot be recomputed."""
 
     @property
+    def is_done(self) -> bool:
+        """Whether its caller has everything, or the error."""
+        return self.outputs.done() and (self.returned.done() or not self.batch.is_trained)
+
+    @property
     def plan(self) -> ResidentPlan | None:
         """The plan of the latest attempt, or the one to begin with."""
         return self._plan

@@ -25,7 +25,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn, optim
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cleave.core.cost.wire import WireFormat
@@ -42,6 +41,7 @@ from cleave.train.offload.codec import TorchCodec
 from cleave.train.offload.families import Description
 from cleave.train.offload.leased_tensors import LeasedGradient, lease, release
 from cleave.train.offload.linear import Weights, parameter_format
+from cleave.train.offload.step_hooks import watch_steps
 from cleave.train.offload.update_rules import Group
 
 _MOST_READS = 3
@@ -120,13 +120,8 @@ class Leases:
         self._told: set[str] = set()
         self._reads = 0
         self._was_read = self._is_saving = self._is_recovering = False
-        itself = weakref.ref(self)
-        for register, method in (
-            (register_optimizer_step_pre_hook, Leases._stepping),
-            (register_optimizer_step_post_hook, Leases._stepped),
-        ):
-            weakref.finalize(self, register(_Hook(itself, method)).remove)
-        fleet.before_closing(_Hook(itself, Leases._closing))
+        watch_steps(self)
+        fleet.before_closing(_Hook(weakref.ref(self), Leases._closing))
 
     # -------------------------------------------------------------------------------------------- what may be leased
 
@@ -331,7 +326,7 @@ class Leases:
 
     # -------------------------------------------------------------------------------------------- the optimizer
 
-    def _stepping(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def stepping(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Before a step: have devices do the leased part of it, and hide those gradients from the optimizer."""
         with self._lock:
             if self._is_recovering:
@@ -379,7 +374,7 @@ class Leases:
             held.groups[number] = group
         return group
 
-    def _stepped(self, optimizer: optim.Optimizer, *_: object) -> None:
+    def stepped(self, optimizer: optim.Optimizer) -> None:
         """After a step: show gradients again, learn about the optimizer, and fetch weights if that is due."""
         with self._lock:
             if self._is_recovering:

@@ -21,7 +21,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch.autograd import Variable
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from cleave.core.cost.wire import WireFormat
@@ -31,6 +30,7 @@ from cleave.core.plan.choose import LayerChoice, Local
 from cleave.core.plan.gemm.layer import LinearPlan
 from cleave.protocol.numbers import Encoded
 from cleave.train.offload.leased_tensors import LeasedParameter
+from cleave.train.offload.step_hooks import watch_steps
 
 _BACKWARD, _FORWARD, _WEIGHTS = 0, 1, 2  # priorities: what the caller waits for comes first
 HALVES: dict[torch.dtype, WireFormat] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -85,14 +85,7 @@ class Weights:
         self._single: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._known = WeakTensorKeyDictionary()  # weight -> {format: (key, operand)}
-        itself = weakref.ref(self)
-
-        def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            weights = itself()
-            if weights is not None:
-                weights._stepped(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+        watch_steps(self)
 
     def changed(self) -> None:
         """All trained parameters may have new values."""
@@ -103,7 +96,10 @@ class Weights:
         """Declare that this optimizer changes only parameters that have a gradient when it steps."""
         self._single.add(optimizer)
 
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def stepping(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        """Nothing changes before a step."""
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._single:
             self.changed()
             return
