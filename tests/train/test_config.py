@@ -82,7 +82,7 @@ def test_an_unknown_setting_is_refused_with_the_closest_name(tmp_path: Path, key
         ("learning_rate = nan", "a number"),
         ("clip = -1", r"number.* 0\b"),
         (f"clip = 1{'0' * 400}", "a number"),
-        ('wire = "fp8"', "one of fp32, bf16, fp16, int8"),
+        ('wire = "fp8"', "one of fp32, bf16, fp16, q8"),
         ('autocast = "fp16"', "one of bf16"),
         ("betas = [0.9]", "2 numbers"),
         ("betas = [0.9, 1.0]", r"number.* 0\b.* 0\.999999\b"),

@@ -46,7 +46,7 @@ def test_losses_over_fp32_equal_plain_torch(devices: int, plain: list[float]) ->
 
 
 @pytest.mark.parametrize(
-    ("wire", "share"), [("bf16", 0.01), pytest.param("fp16", 0.01, marks=pytest.mark.slow), ("int8", 0.08)]
+    ("wire", "share"), [("bf16", 0.01), pytest.param("fp16", 0.01, marks=pytest.mark.slow), ("q8", 0.01)]
 )
 def test_losses_stay_close_over_a_narrower_wire(wire: Any, share: float, plain: list[float]) -> None:
     with Fleet.local(2, wire=wire, offload="always") as fleet:

@@ -206,9 +206,13 @@ class Cluster:
         plan: LinearPlan | None,
         *,
         priority: int = 1,
+        format: WireFormat | None = None,
     ) -> Future[list[Matrix]]:
-        """Start a product of staged tensors; its outputs are fp32. Without a plan it waits for a device."""
-        product, format = Product(role, a, b), a[0].format
+        """Start a product of staged tensors; its outputs are fp32. Without a plan it waits for a device.
+
+        Results travel in `format`, by default that of the first operand.
+        """
+        product, format = Product(role, a, b), format or a[0].format
         blocks, inner = plan.blocks[role] if plan is not None else (), (0, product.gemm.k)
         has_sums = not blocks or any(block.inner != inner for block in blocks)
         run = GemmRun(

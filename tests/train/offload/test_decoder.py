@@ -321,13 +321,13 @@ def test_half_precision_parameters_are_sent_as_they_are_and_get_half_precision_g
 
 
 def test_vectors_stay_fp32_on_a_narrow_wire() -> None:
-    columns = LocalColumns(wire="int8")
+    columns = LocalColumns(wire="q8")
     model, reference = pair("opt", columns)
     ours, theirs = (one(input_ids=tokens(0), labels=tokens(0)).loss.item() for one in (model, reference))
     assert ours == pytest.approx(theirs, rel=0.05)
     assert {(min(operand.rows, 2), operand.format) for operand in columns.passes[0][1].operands} == {
         (1, "fp32"),
-        (2, "int8"),
+        (2, "q8"),
     }
 
 

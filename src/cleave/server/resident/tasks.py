@@ -13,6 +13,7 @@ from typing import TypedDict, cast
 
 from cleave.core.cost.demand import tables_bytes
 from cleave.core.cost.rates import thin_effort
+from cleave.core.cost.streams import stream_format
 from cleave.core.cost.wire import DEVICE_BYTES, WireFormat, encoded_bytes
 from cleave.core.model.decoder import Decoder, Head, Part
 from cleave.core.model.keeping import Keeping
@@ -186,7 +187,8 @@ class ResidentTasks:
         if unit.direction == "backward":
             operands += self.reading(seat.account).operands
         operands += self.read_by(unit)
-        rows, cols, format = last - first, self._decoder.hidden, self._format
+        stream = "activation" if unit.direction == "forward" else "activation gradient"
+        rows, cols, format = last - first, self._decoder.hidden, stream_format(stream, self._format)
         if unit.is_silent or (unit.direction == "backward" and not self.wants_dx(seat.shard)):
             rows, cols, format = 1, 1, "fp32"
         elif unit.direction == "forward" and held.head is not None:
@@ -220,11 +222,12 @@ class ResidentTasks:
         """Yield a task for every accumulator of which parts are missing."""
         reading = self.reading(account)
         reading.has_begun = True
+        format = stream_format("weight gradient", self._format)
         for index, (view, _) in enumerate(self.held[account.shard].trained):
             if reading.wanted.get(index):
                 program = Collect(accumulator=reading.operands[index].id, rows=view.height, cols=view.width)
                 id = TaskId(next(self._ids))
-                message = messages.RunTask(task=id, priority=READING, format=self._format, program=program)
+                message = messages.RunTask(task=id, priority=READING, format=format, program=program)
                 yield Task(
                     id=id,
                     device=account.device,
@@ -234,7 +237,7 @@ class ResidentTasks:
                     rows=view.height,
                     cols=view.width,
                     result_bytes=0,
-                    up_bytes=encoded_bytes(self._format, view.height, view.width),
+                    up_bytes=encoded_bytes(format, view.height, view.width),
                     is_bound=True,
                     work=ReadWork(self._run, account, index, message),
                 )

@@ -22,7 +22,7 @@ from cleave.core.model.decoder import Decoder
 from cleave.core.plan.choose import Local, PassChoice, PassWork
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.train.offload.families import Description
-from cleave.train.offload.linear import HALVES, Multiplier, Weights, compute_dtype, wire_format
+from cleave.train.offload.linear import Multiplier, Weights, compute_dtype, wire_format
 from cleave.train.offload.overlap import Overlap
 
 _Result = TypeVar("_Result")
@@ -111,8 +111,10 @@ def _operands(fleet: Columns, weights: Weights, description: Description) -> tup
 
 
 def _format(fleet: Columns, parameter: torch.Tensor) -> WireFormat:
-    """Return the wire format of a parameter; vectors are small and norms sensitive, so they keep their precision."""
-    return wire_format(fleet, compute_dtype(parameter)) if parameter.dim() > 1 else HALVES.get(parameter.dtype, "fp32")
+    """Return the wire format of a parameter."""
+    if parameter.dim() > 1:
+        return wire_format(fleet, compute_dtype(parameter), "weight")
+    return wire_format(fleet, parameter.dtype, "vector")
 
 
 class _Stack(torch.autograd.Function):
