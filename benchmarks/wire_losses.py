@@ -10,6 +10,9 @@ network: what is rounded, and how often, follows `server/resident` and `train/of
   rounded weight gradients.
 - gemm: X, W and dY of every product of a linear layer are rounded, and so are Y, dX and dW.
 
+Trainings that differ in last bits alone may drift apart, in either direction: `noise` multiplies what is sent by
+1 + 1e-6 times a random number and shows how far. Below that, this benchmark sees no cost; high learning rates drift most.
+
 `int8 a row` is the format that q8 replaced: one fp32 scale a row. `q8, logits too` drops the rule that the head's dY
 travels in bf16 (`core/cost/streams.py`). Finished runs are kept in `--log`, so that a stopped benchmark can go on.
 """
@@ -36,9 +39,9 @@ from cleave.train.offload.codec import TorchCodec
 
 Grain = Literal["plain", "resident", "gemm"]
 SIZES: Final = {"64 x 4": (64, 4), "128 x 6": (128, 6)}
-WIRES: Final = ("fp32", "bf16", "q8", "q8, logits too", "int8 a row")
-_HEADS, _SEQUENCE, _BATCH, _EVALUATED = 4, 128, 4, 64
-_RATE, _WARMUP, _LEAST_SHARE = 3e-3, 20, 0.1
+WIRES: Final = ("noise", "fp32", "bf16", "q8", "q8, logits too", "int8 a row")
+_HEADS, _SEQUENCE, _BATCH, _EVALUATED = 4, 128, 8, 256
+_WARMUP: Final = 20
 _CODEC = TorchCodec()
 
 
@@ -49,6 +52,8 @@ class Wire:
     def passed(self, tensor: torch.Tensor, stream: Stream) -> torch.Tensor:
         """Return a tensor as it arrives."""
         matrix = tensor.detach().reshape(-1, tensor.shape[-1])
+        if self.name == "noise":
+            return tensor * (1 + 1e-6 * torch.randn(tensor.shape))
         if self.name == "int8 a row":
             scales = matrix.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
             return ((matrix / scales).round() * scales).view(tensor.shape)
@@ -165,18 +170,17 @@ class Llama(nn.Module):
         return tuple(x @ weight.T for weight in weights)
 
 
-def train(text: torch.Tensor, size: str, grain: Grain, wire: str | None, seed: int, steps: int) -> float:
+def train(text: torch.Tensor, size: str, grain: Grain, wire: str | None, seed: int, steps: int, peak: float) -> float:
     """Train from a seed's weights on a seed's batches; return the loss on held-out text, computed without a wire."""
     torch.manual_seed(seed)
     model = Llama(*SIZES[size], grain, None if wire is None else Wire(wire))
     held_out = text[-len(text) // 20 :]
     learned = text[: -len(held_out)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE, betas=(0.9, 0.95), weight_decay=0.1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
     draw = torch.Generator().manual_seed(1000 + seed)
     for step in range(steps):
         cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
-        rate = min(1.0, (step + 1) / _WARMUP) * (_LEAST_SHARE + (1 - _LEAST_SHARE) * cosine)
-        optimizer.param_groups[0]["lr"] = _RATE * rate
+        optimizer.param_groups[0]["lr"] = peak * cosine * min(1.0, (step + 1) / _WARMUP)
         loss = _loss(model, learned, torch.randint(len(learned) - _SEQUENCE - 1, (_BATCH,), generator=draw))
         optimizer.zero_grad()
         loss.backward()
@@ -216,6 +220,7 @@ def main() -> None:
         "--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="hidden x layers (default: both)"
     )
     parser.add_argument("--wires", nargs="+", choices=WIRES, default=list(WIRES), help="formats (default: all)")
+    parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate (default: 0.001)")
     parser.add_argument("--log", type=Path, help="file of finished runs, one JSON object a line (default: none)")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -225,7 +230,7 @@ def main() -> None:
     if options.log is not None and options.log.exists():
         for line in options.log.read_text().splitlines():
             run = json.loads(line)
-            if run["steps"] == options.steps:
+            if (run["steps"], run["rate"]) == (options.steps, options.rate):
                 runs[run["size"], run["grain"], run["wire"], run["seed"]] = run["loss"]
     # all of the first seed, then all of the second: a stopped benchmark has complete seeds
     cells: list[tuple[Grain, str]] = [("plain", ""), *((g, w) for g in ("resident", "gemm") for w in options.wires)]
@@ -236,14 +241,19 @@ def main() -> None:
                 if key in runs or (grain == "resident" and wire == "q8, logits too"):
                     continue  # resident heads send no logits
                 started = time.perf_counter()
-                runs[key] = train(text, size, grain, wire or None, seed, options.steps)
+                runs[key] = train(text, size, grain, wire or None, seed, options.steps, options.rate)
                 taken = time.perf_counter() - started
                 print(f"{size}, {grain}, {wire}, seed {seed}: {runs[key]:.5f} ({taken:.0f} s)", flush=True)
                 if options.log is not None:
                     record = dict(zip(("size", "grain", "wire", "seed"), key, strict=True))
                     with options.log.open("a") as log:
-                        log.write(json.dumps(record | {"steps": options.steps, "loss": runs[key]}) + "\n")
-    print(f"\n{len(text):,} bytes of text, {options.steps} steps of {_BATCH} x {_SEQUENCE} bytes\n")
+                        log.write(
+                            json.dumps(record | {"steps": options.steps, "rate": options.rate, "loss": runs[key]})
+                            + "\n"
+                        )
+    print(
+        f"\n{len(text):,} bytes of text, {options.steps} steps of {_BATCH} x {_SEQUENCE} bytes, rate {options.rate:g}\n"
+    )
     print(_table(runs, seeds, options.sizes))
 
 

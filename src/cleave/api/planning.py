@@ -51,8 +51,8 @@ def plan(
     With `lora`, a step trains adapters of that rank beside every linear layer of attention and MLP, and nothing else.
     """
     check_type(fleet, Profiles | str | Path, "a fleet as Profiles or the path of a fleet CSV")
-    profiles = fleet if isinstance(fleet, Profiles) else load_fleet(fleet)
     format = checked_wire(wire)
+    profiles = fleet if isinstance(fleet, Profiles) else load_fleet(fleet)
     if (gemm is None) == (model is None):
         raise InputError("expected either a model or a gemm to plan, not both or neither")
     if gemm is not None:

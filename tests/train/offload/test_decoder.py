@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -329,6 +330,30 @@ def test_vectors_stay_fp32_on_a_narrow_wire() -> None:
         (1, "fp32"),
         (2, "q8"),
     }
+
+
+def test_gradients_of_logits_keep_16_bits_on_an_8_bit_wire() -> None:
+    columns = _Formats(wire="q8")
+    model = make("llama")
+    distribute(model, columns, grain="gemm", offload="always")
+    model(input_ids=tokens(0), labels=tokens(0)).loss.backward()
+    vocabulary = model.config.vocab_size
+    dy_of_head = {(role, *formats) for role, cols, formats in columns.seen if role != "forward" and cols == vocabulary}
+    assert dy_of_head == {("grad_input", "bf16", "q8"), ("grad_weight", "bf16", "q8")}
+    assert {formats for role, cols, formats in columns.seen if role == "forward" or cols != vocabulary} == {
+        ("q8", "q8")
+    }
+
+
+@dataclass
+class _Formats(LocalColumns):
+    """Records the role, the width of the first operand, and the formats of it and of the result."""
+
+    seen: list[tuple[str, int, tuple[str, str]]] = field(default_factory=list)
+
+    def submit(self, role: Any, a: Any, b: Any, plan: Any, **options: Any) -> Any:
+        self.seen.append((role, a[0].cols, (a[0].format, options["format"])))
+        return super().submit(role, a, b, plan, **options)
 
 
 def test_frozen_parameters_get_no_gradient(columns: LocalColumns) -> None:
