@@ -11,7 +11,8 @@ network: what is rounded, and how often, follows `server/resident` and `train/of
 - gemm: X, W and dY of every product of a linear layer are rounded, and so are Y, dX and dW.
 
 Trainings that differ in last bits alone may drift apart, in either direction: `noise` multiplies what is sent by
-1 + 1e-6 times a random number and shows how far. Below that, this benchmark sees no cost; high learning rates drift most.
+1 + 1e-6 times a random number and shows how far. Below that, this benchmark sees no cost; high
+learning rates drift most.
 
 `int8 a row` is the format that q8 replaced: one fp32 scale a row. `q8, logits too` drops the rule that the head's dY
 travels in bf16 (`core/cost/streams.py`). Finished runs are kept in `--log`, so that a stopped benchmark can go on.

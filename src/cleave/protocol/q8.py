@@ -25,7 +25,7 @@ Encoded = NDArray[np.uint8]
 Bytes = NDArray[np.int8]
 Halves = NDArray[np.uint16]
 
-MAGNITUDE: Final = 0x7FFFFFFF
+_MAGNITUDE: Final = 0x7FFFFFFF
 """Mask of all bits but the sign."""
 _INFINITE: Final = 0x7F800000
 _NAN: Final = 0x7FC0
@@ -47,7 +47,7 @@ def encode(matrix: Matrix) -> Encoded:
         part = matrix[band]
         values = working[: len(part)]
         bits = values.view(np.int32)
-        np.bitwise_and(part.view(np.int32), MAGNITUDE, out=bits[:, :cols])
+        np.bitwise_and(part.view(np.int32), _MAGNITUDE, out=bits[:, :cols])
         peaks = np.maximum.reduceat(bits.reshape(-1), starts[: len(part) * blocks])
         halves, inverses, is_finite = scales_of(peaks.reshape(len(part), blocks))
         scales[band] = halves.view(np.uint8)

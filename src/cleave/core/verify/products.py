@@ -258,8 +258,8 @@ def check(c: Matrix, terms: Sequence[Term], format: WireFormat, left: int = 0) -
 
         tolerance = (40 + 2 sqrt K) 2^-24 T + R + floor
         R = 4 u min(|C_i|, T)                                                                   bf16, fp16
-        R = min(8 / sqrt 12, 0.51 sqrt(columns)) sqrt(sum over blocks of (|r_b| step_b)^2)      q8
-        step_b = min(max |C_ib|, T) / 126
+        R = min(8 / sqrt 12, 0.51 sqrt(columns)) min(S, |r| T / 126)                            q8
+        S = sqrt(sum over blocks of (|r_b| max |C_ib| / 126)^2)
 
     The first term covers fp32 arithmetic in any usual order: one sigma is 0.25 sqrt K units of 2^-24 for a sequential
     sum of K positive numbers, and 5 for the two projections of 128. R is rounding for the wire. The cap T and the

@@ -58,7 +58,7 @@ def _to_q8(matrix: torch.Tensor) -> Encoded:
     for band in q8.bands(rows, len(working)):
         part = matrix[band]
         values = working[: len(part)]
-        torch.bitwise_and(part.view(torch.int32), q8.MAGNITUDE, out=values.view(torch.int32)[:, :cols])
+        torch.abs(part, out=values[:, :cols])
         peaks = values.view(torch.int32).unflatten(1, (blocks, BLOCK)).amax(2).numpy()
         halves, inverses, is_finite = q8.scales_of(peaks)
         scales[band] = halves.view(np.uint8)
