@@ -141,7 +141,7 @@ def _table(scenario: Scenario, say: Say) -> None:
         "GPipe x data parallel": ("280", rivals[PIPELINES]),
         "FSDP": ("", rivals[SHARDED]),
         "columns, bf16 wire": ("147", plan.step_s),
-        "columns, int8 wire": ("86", columns("int8").step_s),
+        "columns, q8 wire": ("86", columns("q8").step_s),
         "columns, fluid area bound (bf16)": ("", plan.bound_s),
         "one A100 at 45 %": ("73", step_flops(shape, tokens, sequence) / _A100_FLOPS_PER_S),
     }

@@ -171,8 +171,8 @@ def test_the_rectangles_of_a_task_tile_its_block_exactly_once(case: Case) -> Non
 
 def compare(block: Matrix, case: Case) -> None:
     expected = matrix_of(case["block"])
-    if run_of(case).format == "int8":
-        steps = np.abs(expected).max(axis=1, keepdims=True) / 127
+    if run_of(case).format == "q8":
+        steps = np.abs(expected).max(axis=1, keepdims=True) / 126
         assert (np.abs(block - expected) <= steps * 0.5001).all()
     else:
         np.testing.assert_array_equal(block, expected)

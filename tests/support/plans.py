@@ -45,7 +45,7 @@ def plan_of(stages: Sequence[Stage], chunk: int) -> ResidentPlan:
 
 
 def leased(counts: Sequence[int], chunk: int = 8, every: int = 1000) -> Callable[..., ResidentPlan]:
-    """A planner of a pipeline, one device per stage of so many sublayers (the last has the rest), which keeps what it trains.
+    """A planner of a pipeline: one device per stage of so many sublayers, or of the rest, which keeps what it trains.
 
     Without leases, or with fewer devices, the stages are the same but shared by all devices.
     """

@@ -152,7 +152,7 @@ ONE_OF_EACH: tuple[AnyMessage, ...] = (
     messages.Welcome(version=messages.VERSION, name="phône-2"),
     messages.Refused(reason="wrong token"),
     messages.Probe(answer=16, payload=64),
-    messages.Store(operand=300, rows=2, cols=3, format="int8", first_row=0, strip_rows=2, payload=14),
+    messages.Store(operand=300, rows=2, cols=3, format="q8", first_row=0, strip_rows=2, payload=10),
     messages.RunTask(
         task=7,
         priority=1,

@@ -249,9 +249,7 @@ def _change_rate(step: int, model: nn.Module, optimizer: optim.Optimizer) -> Non
 _evaluated: list[float] = []
 
 
-@pytest.mark.parametrize(
-    "act", [_read, _write, _write_data, _evaluate, _copy, _reload, _forget_backward, _change_rate]
-)
+@pytest.mark.parametrize("act", [_read, _write, _write_data, _evaluate, _copy, _reload, _forget_backward, _change_rate])
 def test_whatever_a_caller_does_between_steps_it_sees_current_weights(act: Act) -> None:
     _evaluated.clear()
     assert compare(Told(), after_step=act) > 0

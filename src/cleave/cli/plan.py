@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cleave.cli.arguments import AddVerb, count, gemm_sizes, positive
-from cleave.core.cost.wire import PLAN_WIRE, WIRE_FORMATS
+from cleave.core.cost.wire import PLAN_WIRE, WIRE_NAMES
 from cleave.core.model.grain import GRAINS
 from cleave.core.model.lease import LEASE_MODES
 from cleave.errors import InputError
 from cleave.settings import GRAIN, LEASE
 
 if TYPE_CHECKING:
-    from cleave.core.cost.wire import WireFormat
+    from cleave.core.cost.wire import WireName
     from cleave.core.model.grain import Grain
     from cleave.core.model.lease import LeaseMode
     from cleave.core.plan.gemm.product import Split
@@ -74,7 +74,10 @@ def add_to(add: AddVerb) -> None:
     )
     choices = verb.add_argument_group("how to cut it")
     choices.add_argument(
-        "--wire", choices=WIRE_FORMATS, default=PLAN_WIRE, help=f"number format on the wire (default: {PLAN_WIRE})"
+        "--wire",
+        choices=WIRE_NAMES,
+        default=PLAN_WIRE,
+        help=f"number format on the wire; q8 is 8 bits, int8 its former name (default: {PLAN_WIRE})",
     )
     choices.add_argument(
         "--grain",
@@ -132,7 +135,7 @@ def run_plan(
     gemm: tuple[int, int, int] | None,
     tokens: int | None,
     sequence: int | None,
-    wire: WireFormat,
+    wire: WireName,
     server_down_gbit: float | None,
     server_up_gbit: float | None,
     server_tflops: float | None,

@@ -11,7 +11,7 @@ from typing import Any
 
 from cleave.cli.arguments import AddVerb, count, count_or_zero, number_or_zero, positive, probability, seed, trust
 from cleave.config import TrainConfig
-from cleave.core.cost.wire import WIRE_FORMATS
+from cleave.core.cost.wire import WIRE_NAMES
 from cleave.core.model.grain import GRAINS
 from cleave.core.verify.trust import LEVELS
 from cleave.errors import InputError
@@ -104,7 +104,7 @@ def _add_work(add: Callable[..., None]) -> None:
     )
     add("--device-threads", "threads per local device", type=count, metavar="N")
     add("--grain", "unit of work: blocks of products (gemm), resident layers, or the faster one", choices=GRAINS)
-    add("--wire", "number format on the wire", choices=WIRE_FORMATS)
+    add("--wire", "number format on the wire; q8 is 8 bits, int8 its former name", choices=WIRE_NAMES)
     add("--offload", "auto: keep on the server what is not worth sending", choices=OFFLOADS)
     add(
         "--scale-test",

@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from cleave import events, settings
 from cleave.core.cost.rates import Server
+from cleave.core.cost.streams import stream_format
 from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.decoder import Decoder
@@ -209,9 +210,13 @@ class Cluster:
         plan: LinearPlan | None,
         *,
         priority: int = 1,
+        format: WireFormat | None = None,
     ) -> Future[list[Matrix]]:
-        """Start a product of staged tensors; its outputs are fp32. Without a plan it waits for a device."""
-        product, format = Product(role, a, b), a[0].format
+        """Start a product of staged tensors; its outputs are fp32. Without a plan it waits for a device.
+
+        Results travel in `format`, by default that of the first operand.
+        """
+        product, format = Product(role, a, b), format or a[0].format
         blocks, inner = plan.blocks[role] if plan is not None else (), (0, product.gemm.k)
         has_sums = not blocks or any(block.inner != inner for block in blocks)
         run = GemmRun(
@@ -259,7 +264,7 @@ class Cluster:
             plan,
             ResidentResults(decoder, self._codec, self._driver.operands, self._replay, self._audit_totals),
             format=self.wire,
-            gradient_format="fp32" if is_exact else self.wire,
+            gradient_format="fp32" if is_exact else stream_format("weight gradient", self.wire),
             operands=self._driver.operands,
             ids=self._ids,
             fleet=self._fleet,

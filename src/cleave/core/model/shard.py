@@ -76,7 +76,7 @@ class Shard:
 
 
 def standing_alone(decoder: Decoder, shard: Shard) -> tuple[Decoder, tuple[int, ...]]:
-    """Describe a shard that is not a slice as a decoder of its own; also return its parameters' numbers in the whole."""
+    """Describe a shard that is no slice as a decoder of its own; also return its parameters' numbers in the whole."""
     assert not shard.is_slice, "a slice is no decoder"
     views: dict[View, int] = {}
     numbers: dict[int, int] = {}

@@ -1,8 +1,9 @@
 """Errands: one small program each for certain devices, such as an update of leased weights, and what they return.
 
-Unlike a pass or a product, an errand can be done by its own device alone. If one cannot be done, the others still are, so
-that it is known what every remaining device did; then the run ends with LeaseLost. Errands run beside passes; the order in which a device gets its tasks is the order in which they
-were submitted, by priority. Knows no leases; `lease.py` words the errands.
+Unlike a pass or a product, an errand can be done by its own device alone. If one cannot be done, the others still are,
+so that it is known what every remaining device did; then the run ends with LeaseLost. Errands run beside passes; a
+device gets its tasks by priority, then in the order in which they were submitted. Knows no leases; `lease.py` words the
+errands.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 A column with a single holder needs no sum of gradients, so neither its weights nor their gradients have to travel: the
 device adds gradients up over passes, and an update changes weights and states in place. The server words updates, reads
 sums of squares for clipping, and reads weights and states back when somebody needs them; `train/offload/leases.py`
-decides when. Until then this process's own copies are old. A device that leaves takes its weights with it: every request
-and every pass then ends with LeaseLost, and the caller recovers.
+decides when. Until then this process's own copies are old. A device that leaves takes its weights with it: requests and
+passes then end with LeaseLost, and the caller recovers.
 
 Operands get their identities in the engine's thread; everything else is called from the caller's.
 """

@@ -77,7 +77,7 @@ class ResidentRun:
     ) -> None:
         """`plan` is the one chosen for the batch; without one, the run requests it. `post` reaches the engine.
 
-        With a lease, `plan` is the one it was made for, and the run ends with LeaseLost where another would begin again.
+        With a lease, `plan` is the one it was made for, and the run ends with LeaseLost where others begin again.
         """
         self._lease = lease
         self.decoder, self.batch, self.results = decoder, batch, results

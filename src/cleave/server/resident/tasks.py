@@ -13,6 +13,7 @@ from typing import TypedDict, cast
 
 from cleave.core.cost.demand import tables_bytes
 from cleave.core.cost.rates import thin_effort
+from cleave.core.cost.streams import stream_format
 from cleave.core.cost.wire import DEVICE_BYTES, WireFormat, encoded_bytes
 from cleave.core.model.decoder import Decoder, Head, Part, View
 from cleave.core.model.keeping import Keeping
@@ -193,7 +194,8 @@ class ResidentTasks:
             operands += self.reading(seat.account).operands
             operands += (self._leased_accumulator(view) for view, _ in held.leased)
         operands += self.read_by(unit)
-        rows, cols, format = last - first, self._decoder.hidden, self._format
+        stream = "activation" if unit.direction == "forward" else "activation gradient"
+        rows, cols, format = last - first, self._decoder.hidden, stream_format(stream, self._format)
         if unit.is_silent or (unit.direction == "backward" and not self.wants_dx(seat.shard)):
             rows, cols, format = 1, 1, "fp32"
         elif unit.direction == "forward" and held.head is not None:

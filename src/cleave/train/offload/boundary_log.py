@@ -136,7 +136,7 @@ class BoundaryLog:
             raise LogFullError(f"it has reached its limit of {self._disk_bytes / 1e9:.3g} GB")
         try:
             if self._file is None:
-                self._file = tempfile.TemporaryFile()
+                self._file = tempfile.TemporaryFile()  # noqa: SIM115
             first = self._file.seek(0, 2)
             self._file.write(encoded.data)
             self._file.flush()

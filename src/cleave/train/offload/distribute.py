@@ -66,12 +66,13 @@ def distribute(
             f"{type(model).__name__} has no nn.Linear or Conv1D layer, so there is nothing to send to devices; "
             "train it without a fleet"
         )
-    shared = stack.shared_parameters(model)
+    shared, heads = stack.shared_parameters(model), _head_modules(model)
     offloading = _Offloading(fleet, offload, tell, immediate)
     for module in found:
         if isinstance(getattr(module, "_cleave", None), _Site):
             _restore(module)
-        module._cleave = _Site(offloading, module, is_shared=id(module.weight) in shared)  # type: ignore[assignment]
+        site = _Site(offloading, module, is_shared=id(module.weight) in shared, is_head=module in heads)
+        module._cleave = site  # type: ignore[assignment]
         module.__class__ = _distributed_class(type(module))
     offloading.loading = model.register_load_state_dict_post_hook(_Loaded(offloading))
     stack.uninstall(model)
@@ -104,6 +105,13 @@ def undistribute(model: Module) -> Module:
                 site.offloading.close()
             _restore(module)
     return model
+
+
+def _head_modules(model: nn.Module) -> set[nn.Module]:
+    """Return the layers that compute logits, where the model can name them."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else getattr(model, "lm_head", None)
+    return set(head.modules()) if isinstance(head, nn.Module) else set()
 
 
 # ------------------------------------------------------------------------------------------------ swapped classes
@@ -213,8 +221,10 @@ class _ReadyOutput:
 class _Site:
     """One distributed layer and its group."""
 
-    def __init__(self, offloading: _Offloading | None, module: nn.Module, *, is_shared: bool) -> None:
-        self.offloading, self.is_shared = offloading, is_shared
+    def __init__(
+        self, offloading: _Offloading | None, module: nn.Module, *, is_shared: bool, is_head: bool = False
+    ) -> None:
+        self.offloading, self.is_shared, self.is_head = offloading, is_shared, is_head
         self._module = weakref.ref(module)
         self.leader: _Site | None = None
         self.followers: list[_Site] = []
@@ -289,7 +299,12 @@ class _Site:
             weights=offloading.weights,
             linear=linear,
             plan=choice.plan,
-            format=wire_format(offloading.fleet, dtype),
+            format=wire_format(offloading.fleet, dtype, "activation"),
+            dy_format=wire_format(
+                offloading.fleet,
+                dtype,
+                "logit gradient" if any(site.is_head for site in group) else "activation gradient",
+            ),
             dtype=dtype,
             members=tuple(weights),
             deferred=tuple(
@@ -302,7 +317,7 @@ class _Site:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Site:
         module: Any = memo.get(id(self._module())) or self._module()
-        return _Site(self.offloading, module, is_shared=self.is_shared)
+        return _Site(self.offloading, module, is_shared=self.is_shared, is_head=self.is_head)
 
     def __reduce__(self) -> Any:
         return _unpickled_site, ()

@@ -1,10 +1,10 @@
 # pyright: standard
 """Stand-ins for tensors whose numbers are on devices: a parameter that notices when it is read, and a gradient.
 
-Between updates this process's copy of a leased parameter is old. Whoever reads it, in whatever way, must see the current
-numbers, so the parameter's class is swapped for one that asks its keeper first. A gradient is a tensor without numbers
-that knows its norm and can be scaled, which is all that clipping needs; whatever else is done to it brings the numbers
-here and ends the lease. `leases.py` is the keeper.
+After an update this process's copy of a leased parameter is old. Whoever reads it, in whatever way, must see the
+current numbers, so the parameter's class is swapped for one that asks its keeper first. A gradient is a tensor without
+numbers that knows its norm and can be scaled, which is all that clipping needs; whatever else is done to it brings the
+numbers here and ends the lease. `leases.py` is the keeper.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def lease(parameter: nn.Parameter, keeper: Keeper) -> None:
 
 def release(parameter: nn.Parameter) -> None:
     if isinstance(parameter, LeasedParameter):
-        parameter.__class__ = nn.Parameter
+        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
         del parameter._cleave_keeper
 
 

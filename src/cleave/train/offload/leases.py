@@ -523,8 +523,8 @@ class Leases:
     def recover(self, reason: str) -> None:
         """End a lease of which a device is gone, or whose gradients are not the caller's: do its work again.
 
-        Weights that are still on a device are fetched. The others are trained again from the last fetch, stage by stage,
-        by whatever devices there are; and so are the gradients since the last update, of all.
+        Weights that are still on a device are fetched. The others are trained again from the last fetch, stage by
+        stage, by whatever devices there are; and so are the gradients since the last update, of all.
         """
         with self._lock:
             held = self._held
