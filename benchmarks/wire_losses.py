@@ -97,7 +97,8 @@ class _Products(torch.autograd.Function):
         x, *weights = ctx.saved_tensors
         wire: Wire = ctx.wire
         dys = [wire.passed(grad, ctx.dy_stream) for grad in grads]
-        dx = wire.passed(sum(dy @ weight for dy, weight in zip(dys, weights, strict=True)), "activation gradient")
+        each = torch.stack([dy @ weight for dy, weight in zip(dys, weights, strict=True)])
+        dx = wire.passed(each.sum(0), "activation gradient")
         rows = x.reshape(-1, x.shape[-1])
         dws = [wire.passed(dy.reshape(-1, dy.shape[-1]).T @ rows, "weight gradient") for dy in dys]
         return dx, None, None, *dws
