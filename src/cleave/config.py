@@ -21,6 +21,7 @@ from typing import Annotated, Literal, Union, cast, get_args, get_origin, get_ty
 from cleave import settings
 from cleave.core.cost.wire import WireFormat, format_of
 from cleave.core.model.grain import Grain
+from cleave.core.model.lease import LeaseMode
 from cleave.core.verify.trust import Level, level_of
 from cleave.disk import read_whole
 from cleave.errors import InputError
@@ -106,6 +107,9 @@ class TrainConfig:
     """Number format on the wire, fp32, bf16, fp16 or q8 (8 bits, also called int8): smaller ones are less exact."""
     grain: Grain = settings.GRAIN
     """Unit of work: gemm, blocks of single products; resident, layers that stay on devices; auto, the faster one."""
+    lease: LeaseMode = settings.LEASE
+    """auto: your own devices that hold layers alone keep their weights and optimizer states, where that is faster;
+    never: the server updates all weights."""
     overlap: bool = False
     """With resident layers, update each weight as soon as its gradient arrives, and send it out while others are still
     computed. A run stopped in the middle of a step then resumes from its last checkpoint."""

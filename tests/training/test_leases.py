@@ -138,10 +138,18 @@ def compare(
     return max(counts)
 
 
-@pytest.mark.grid(strength=1)
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "opt", "gpt2"])
+@pytest.mark.parametrize(
+    ("family", "optimizer", "passes"),
+    [
+        ("llama", "adamw", 1),
+        ("qwen2", "fused", 2),
+        ("opt", "adam", 1),
+        ("gpt2", "sgd", 2),
+        ("llama", "momentum", 2),
+        ("gpt2", "nesterov", 1),
+        ("opt", "groups", 2),
+    ],
+)
 def test_leased_weights_train_the_same(family: str, optimizer: str, passes: int) -> None:
     told = Told()
     assert compare(told, family=family, optimizer=optimizer, passes=passes) > 0
@@ -157,28 +165,25 @@ def test_weights_fetched_for_safety_change_nothing() -> None:
     assert compare(Told(), every=1) > 0
 
 
-_MOMENTS: list[tuple[Kind, When, int]] = [
-    ("forward", "told", 9),
-    ("forward", "returning", 10),
-    ("backward", "told", 10),
-    ("backward", "returning", 14),
-    ("square_sum", "told", 2),
-    ("square_sum", "returning", 1),
-    ("update", "told", 2),
-    ("update", "returning", 2),
-    ("update", "returned", 1),
-    ("hold", "told", 1),
-]
-
-
-@pytest.mark.grid(strength=1)
-@pytest.mark.parametrize("passes", [1, 2])
-@pytest.mark.parametrize("device", [0, 1, 2])
-@pytest.mark.parametrize("moment", _MOMENTS)
-def test_a_device_that_leaves_changes_no_loss(moment: tuple[Kind, When, int], device: int, passes: int) -> None:
+@pytest.mark.parametrize(
+    ("kind", "when", "number", "device", "passes"),
+    [
+        ("forward", "told", 9, 0, 1),
+        ("forward", "returning", 10, 1, 2),
+        ("backward", "told", 10, 2, 1),
+        ("backward", "returning", 14, 0, 2),
+        ("square_sum", "told", 2, 1, 1),
+        ("square_sum", "returning", 1, 2, 2),
+        ("update", "told", 2, 0, 1),
+        ("update", "returning", 2, 1, 2),
+        ("update", "returned", 1, 2, 1),
+        ("hold", "told", 1, 1, 1),
+    ],
+)
+def test_a_device_that_leaves_changes_no_loss(kind: Kind, when: When, number: int, device: int, passes: int) -> None:
     told = Told()
-    compare(told, dooms={device: Moment(*moment)}, passes=passes)
-    assert moment[0] == "hold" or told.has("recovered")
+    compare(told, dooms={device: Moment(kind, when, number)}, passes=passes)
+    assert kind == "hold" or told.has("recovered")
 
 
 @pytest.mark.parametrize("when", ["told", "returning"])

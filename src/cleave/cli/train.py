@@ -13,6 +13,7 @@ from cleave.cli.arguments import AddVerb, count, count_or_zero, number_or_zero, 
 from cleave.config import TrainConfig
 from cleave.core.cost.wire import WIRE_NAMES
 from cleave.core.model.grain import GRAINS
+from cleave.core.model.lease import LEASE_MODES
 from cleave.core.verify.trust import LEVELS
 from cleave.errors import InputError
 from cleave.settings import ALONES, OFFLOADS
@@ -112,6 +113,7 @@ def _add_work(add: Callable[..., None]) -> None:
         "real, and no model is saved",
         action="store_true",
     )
+    add("--lease", "never: update all weights on the server, none on devices", choices=LEASE_MODES)
     add("--overlap", "update each weight during backward, as soon as its gradient arrives", action="store_true")
 
 

@@ -103,7 +103,8 @@ def _units(problem: Problem, stages: Sequence[Draft], chunk: int) -> int:
 def _best(problem: Problem, chunks: Sequence[int], *, is_thorough: bool) -> ResidentPlan | None:
     """The fastest arrangement found: with leases or without, and keeping activations or not where memory is short."""
     found: list[ResidentPlan] = []
-    for way in (problem,) if problem.leasing is None else (problem, replace(problem, leasing=None)):
+    synchronized = [replace(problem, leasing=None)] if problem.leasing is not None and is_thorough else []
+    for way in (problem, *synchronized):
         best = _searched(way, chunks, is_thorough=is_thorough)
         found += best
         if best and is_cramped(way, _free(way, best[0]), best[0].chunk):
