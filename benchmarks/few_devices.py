@@ -1,6 +1,6 @@
 """Steps of named models on few devices with home links, beside every rival (scenarios/few_devices.toml).
 
-Here weights and gradients that travel every step weigh most, so this is where rivals win.
+Here weights and gradients that travel every step weigh most, so leases pay most.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ from typing import TypedDict, cast
 
 import numpy as np
 
+from cleave.core.cost.lease import ADAM_STATES
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.shapes import named
+from cleave.core.plan.resident.problem import Leasing
 from cleave.core.plan.step import choose_step
 from step_planner import best_rival
 
@@ -49,7 +51,12 @@ def _table(scenario: Scenario, cells: list[tuple[str, int, int]], rank: int, say
     for model, tokens, count in cells:
         shape = replace(named(model), adapter_rank=rank)
         chosen = choose_step(
-            _devices(scenario, count), shape, tokens, sequence=scenario["sequence"], resident_only=True
+            _devices(scenario, count),
+            shape,
+            tokens,
+            sequence=scenario["sequence"],
+            resident_only=True,
+            leasing=Leasing(states=ADAM_STATES),
         )
         rivals = {way.name: way for way in chosen.rivals if not way.is_ours and way.name != "layer groups"}
         if not names:

@@ -152,7 +152,7 @@ def honest(units: int) -> None:
     """Audit everything of honest devices, on every wire."""
     print("| wire | units audited | accused | seconds |")
     print("|---|---|---|---|")
-    formats: tuple[WireFormat, ...] = ("fp32", "bf16", "int8")
+    formats: tuple[WireFormat, ...] = ("fp32", "bf16", "q8")
     for wire in formats:
 
         async def main(wire: WireFormat = wire) -> tuple[int, int]:

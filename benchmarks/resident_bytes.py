@@ -13,6 +13,7 @@ from home import GRAINS, Figures, Work, later, train_over  # isort: skip
 import torch
 
 from cleave.api.fleet import Fleet
+from cleave.core.cost.wire import WIRE_FORMATS
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.errors import CleaveError
 from cleave.transport.shaped import Link
@@ -24,7 +25,7 @@ _WIFI = Link(medium_bytes_per_s=37.5e6, latency_s=0.002)  # on loopback bytes co
 def main() -> None:
     parser = argparse.ArgumentParser(description="Bytes of a step, measured and predicted.")
     parser.add_argument("--steps", type=int, default=3, help="steps; the first is a warm-up")
-    parser.add_argument("--wire", choices=["fp32", "bf16"], default="bf16")
+    parser.add_argument("--wire", choices=WIRE_FORMATS, default="bf16")
     options = parser.parse_args()
     torch.set_num_threads(1)
     work = Work(hidden=512, layers=4, tokens=2048, sequence=256, full=True, steps=options.steps)

@@ -15,7 +15,7 @@ import numpy as np
 
 from cleave.core.cost.rates import Server
 from cleave.core.cost.resident import sum_up
-from cleave.core.cost.terms import lean_terms
+from cleave.core.cost.terms import lean_terms, live_terms
 from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Floats, Ints, Profiles
 from cleave.core.model.gemms import step_flops
@@ -23,6 +23,7 @@ from cleave.core.model.shapes import named
 from cleave.core.model.sublayers import Sublayer, sublayers_of
 from cleave.core.plan.resident.cover import Recipe, cover, make_table, weigh
 from cleave.core.plan.resident.large_fleet import ModelPlan, plan_resident
+from cleave.core.plan.resident.problem import pose
 from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.rivals.case import Case, Rival
 from cleave.core.plan.rivals.compare import all_rivals
@@ -140,7 +141,7 @@ def _table(scenario: Scenario, say: Say) -> None:
         "GPipe x data parallel": ("280", rivals[PIPELINES]),
         "FSDP": ("", rivals[SHARDED]),
         "columns, bf16 wire": ("147", plan.step_s),
-        "columns, int8 wire": ("86", columns("int8").step_s),
+        "columns, q8 wire": ("86", columns("q8").step_s),
         "columns, fluid area bound (bf16)": ("", plan.bound_s),
         "one A100 at 45 %": ("73", step_flops(shape, tokens, sequence) / _A100_FLOPS_PER_S),
     }
@@ -291,7 +292,8 @@ def _timing(scenario: Scenario, say: Say) -> None:
 
 def _live_ms(profiles: Profiles, hidden: int, sublayers: tuple[Sublayer, ...]) -> float:
     begun = time.process_time()
-    plan_columns(profiles, sublayers, hidden=hidden, sequences=16, sequence=1024, wire="bf16")
+    terms = live_terms("bf16")
+    plan_columns(pose(profiles, sublayers, hidden=hidden, sequences=16, sequence=1024, terms=terms))
     return 1e3 * (time.process_time() - begun)
 
 

@@ -18,7 +18,7 @@ def main() -> None:
     subprocess.run(["cleave", "fleet", "sample", "--mix", mix, "--seed", "1", "--out", "fleet.csv"], check=True)
 
     # With grain "resident", layers stay on devices and tokens flow through them. Fewer bits per number, less to send.
-    for wire in ("bf16", "int8"):
+    for wire in ("bf16", "q8"):
         step = cleave.plan("fleet.csv", model=MODEL, tokens=TOKENS, grain="resident", wire=wire)
         print(f"{MODEL}, {TOKENS:,} tokens in {wire}: {step.step_s:,.0f} s a step", end=", ")
         print(f"{step.step_s / step.bound_s:.2f} times the lower bound")

@@ -173,6 +173,30 @@ def test_a_plan_with_adapters_is_faster_and_says_so(few: str, capsys: pytest.Cap
     assert "768" in capsys.readouterr().err
 
 
+def test_a_plan_says_which_columns_are_leased_and_none_are_if_forbidden(
+    few: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = ["plan", "--model", "opt-125m", "--tokens", "8192", "--grain", "resident", "--fleet", few]
+    capsys.readouterr()
+    plans: list[dict[str, Any]] = []
+    for more in ([], ["--lease", "never"]):
+        assert main([*request, *more, "--json"]) == 0
+        plans.append(json.loads(capsys.readouterr().out))
+    leased, synchronized = plans
+    assert any(stage["leased"] for stage in leased["segments"])
+    assert all(stage["leased"] == (stage["snapshot_every"] is not None) for stage in leased["segments"])
+    assert leased["log_bytes"] > 0
+    assert not any(stage["leased"] for stage in synchronized["segments"])
+    assert synchronized["log_bytes"] == 0
+    assert leased["step_s"] < synchronized["step_s"]
+    assert main(request) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    every = next(stage["snapshot_every"] for stage in leased["segments"] if stage["leased"])
+    assert f"leased, a snapshot every {every} steps" in text
+    assert main([*request, "--lease", "never"]) == 0
+    assert "leased" not in capsys.readouterr().out
+
+
 def test_a_config_json_or_its_folder_is_accepted_as_a_model(
     few: str, small: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Annotated, Literal, Union, cast, get_args, get_origin, get_type_hints
 
 from cleave import settings
-from cleave.core.cost.wire import WireFormat
+from cleave.core.cost.wire import WireFormat, format_of
 from cleave.core.model.grain import Grain
+from cleave.core.model.lease import LeaseMode
 from cleave.core.verify.trust import Level, level_of
 from cleave.disk import read_whole
 from cleave.errors import InputError
@@ -103,9 +104,12 @@ class TrainConfig:
     keep: Count = 2
     """Checkpoints to keep on disk, the newest ones."""
     wire: WireFormat = settings.WIRE
-    """Number format on the wire; smaller formats send fewer bytes and are less exact."""
+    """Number format on the wire, fp32, bf16, fp16 or q8 (8 bits, also called int8): smaller ones are less exact."""
     grain: Grain = settings.GRAIN
     """Unit of work: gemm, blocks of single products; resident, layers that stay on devices; auto, the faster one."""
+    lease: LeaseMode = settings.LEASE
+    """auto: your own devices that hold layers alone keep their weights and optimizer states, where that is faster;
+    never: the server updates all weights."""
     overlap: bool = False
     """With resident layers, update each weight as soon as its gradient arrives, and send it out while others are still
     computed. A run stopped in the middle of a step then resumes from its last checkpoint."""
@@ -175,6 +179,8 @@ def load_config(path: Path | None, overrides: Mapping[str, object]) -> TrainConf
     for key, value in overrides.items():
         if value is not None:
             values[_field_name(key, "")] = value
+    if "wire" in values:
+        values["wire"] = format_of(values["wire"]) or values["wire"]
     if "trust" in values:
         values["trust"] = level_of(values["trust"]) or values["trust"]
     hints = get_type_hints(TrainConfig, include_extras=True)

@@ -7,6 +7,7 @@ CleaveError                 root; the message is one sentence: what was expected
  ├─ InfeasibleError         valid input for which no plan exists
  ├─ ProtocolError           the peer violated the protocol
  ├─ WrongResult             a device returned a result that does not match its operands
+ ├─ LeaseLost               a device that kept weights by itself is gone, or its gradients are incomplete
  ├─ ConnectionLost          the peer is gone or cannot be reached
  └─ FleetGoneError          no device was connected for too long while work waited
 
@@ -39,6 +40,10 @@ class ProtocolError(CleaveError):
 
 
 class WrongResult(CleaveError):
+    pass
+
+
+class LeaseLost(CleaveError):
     pass
 
 

@@ -6,6 +6,7 @@ from typing import Final, Literal, get_args
 
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.grain import Grain
+from cleave.core.model.lease import LeaseMode
 from cleave.core.verify.trust import Level
 
 Offload = Literal["auto", "always"]
@@ -18,6 +19,7 @@ ALONES: Final[tuple[Alone, ...]] = get_args(Alone)
 
 WIRE: Final[WireFormat] = "fp32"
 GRAIN: Final[Grain] = "auto"
+LEASE: Final[LeaseMode] = "auto"
 OFFLOAD: Final[Offload] = "always"
 """Use the fleet by default; the server computes gemms that are not worth sending only on request."""
 TRUST: Final[Level] = "stranger"

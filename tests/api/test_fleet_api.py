@@ -79,6 +79,11 @@ def test_devices_and_status_show_who_is_connected_and_what_they_did() -> None:
     assert any(isinstance(event, events.DeviceJoined) for event in heard)
 
 
+def test_int8_is_another_name_for_q8() -> None:
+    with cleave.Fleet("127.0.0.1:0", wire="int8") as fleet:
+        assert fleet.wire == fleet.cluster.wire == "q8"
+
+
 WRONG: dict[str, Callable[[], object]] = {
     "count": lambda: cleave.Fleet.local("four"),  # type: ignore[arg-type]
     "no devices": lambda: cleave.Fleet.local(0),
@@ -87,6 +92,7 @@ WRONG: dict[str, Callable[[], object]] = {
     "listen": lambda: cleave.Fleet.serve(7077),  # type: ignore[arg-type]
     "token": lambda: cleave.Fleet.serve("127.0.0.1:0", token=5),  # type: ignore[arg-type]
     "wire": lambda: cleave.Fleet.serve("127.0.0.1:0", wire="fp8"),  # type: ignore[arg-type]
+    "wire of a plan": lambda: cleave.plan("fleet.csv", gemm=(1, 1, 1), wire="fp8"),  # type: ignore[arg-type]
     "alone_wait_s": lambda: cleave.Fleet.serve("127.0.0.1:0", alone_wait_s=-1),
     "listener": lambda: cleave.Fleet.serve("127.0.0.1:0", listener="me"),  # type: ignore[arg-type]
     "model": lambda: cleave.distribute("a model", "a fleet"),  # type: ignore[type-var, arg-type]

@@ -40,6 +40,15 @@ def test_cells_are_the_product_of_everything_listed(tmp_path: Path) -> None:
     assert all(cell.device_count == 2 for cell in cells)
 
 
+def test_int8_is_read_as_q8_and_not_listed_beside_it(tmp_path: Path) -> None:
+    def text(wires: str) -> str:
+        return GOOD.replace("[fleets.two]", f"wires = {wires}\n[fleets.two]")
+
+    assert {cell.wire for cell in read_scenario(write(tmp_path, text('["int8"]')))[1]} == {"q8"}
+    with pytest.raises(InputError, match="wires has an entry twice"):
+        read_scenario(write(tmp_path, text('["int8", "q8"]')))
+
+
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_the_scenarios_of_the_repository_are_valid(path: Path) -> None:
     scenario, cells = read_scenario(path)

@@ -148,15 +148,15 @@ def test_dropping_absent_operands_changes_nothing() -> None:
     assert store.used_bytes == 0
 
 
-def test_int8_strips_carry_their_own_scales() -> None:
+def test_q8_strips_carry_their_own_scales() -> None:
     store, matrix = OperandStore(NumpyKernel(), 1000), numbers(4, 3) - 5
     for first in (0, 2):
-        message, payload = strip(1, matrix, first, first + 2, "int8")
-        assert len(payload) == encoded_bytes("int8", 2, 3)
+        message, payload = strip(1, matrix, first, first + 2, "q8")
+        assert len(payload) == encoded_bytes("q8", 2, 3)
         store.write(message, payload.data)
     held = store.get(1)
     assert held is not None
-    np.testing.assert_allclose(held.array, matrix, atol=np.abs(matrix).max() / 254)
+    np.testing.assert_allclose(held.array, matrix, atol=np.abs(matrix).max() / 252)
 
 
 def test_clearing_also_forgets_states_and_accumulators() -> None:

@@ -58,7 +58,7 @@ def run_from_file(printed: str, clone: Path) -> None:
 def planned(printed: str, clone: Path) -> None:
     times = [float(number.replace(",", "")) for number in re.findall(r"([\d,]+) s a step", printed)]
     assert len(times) == 3
-    assert times[1] < times[0] < times[2], "int8 sends less than bf16, and a narrow link of the server costs time"
+    assert times[1] < times[0] < times[2], "q8 sends less than bf16, and a narrow link of the server costs time"
     assert all(math.isfinite(time) for time in times)
 
 

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from tests.support.virtual import run
 
+from cleave.core.model.update_rule import Sgd
 from cleave.errors import ConnectionLost, InputError, ProtocolError
 from cleave.protocol import messages
 from cleave.protocol.messages import AnyMessage, Hello, Probe, Probed, Result, RunTask, Store, Welcome
-from cleave.protocol.programs import GemmProgram
+from cleave.protocol.programs import Copy, GemmProgram, Hold, Leased, Program, SquareSum, Update
 from cleave.transport.faulty import MANNERS, Fault, FaultyChannel
 from cleave.transport.memory import MemoryChannel, memory_pair
 
@@ -155,3 +156,29 @@ def test_the_same_seed_gives_the_same_fault() -> None:
 def test_a_manner_of_another_kind_of_fault_is_refused() -> None:
     with pytest.raises(InputError, match="expected a manner of lie"):
         Fault(kind="lie", phase="idle", manner="closed")
+
+
+@pytest.mark.parametrize(
+    ("program", "elements"),
+    [
+        (SquareSum(accumulators=(7, 8, 9)), 3),
+        (Update(rule=Sgd(rate=0.1), weights=(Leased(1, 7), Leased(2, 8))), 1),
+        (Copy(copies=((1, 7), (2, 8))), 1),
+        (Hold(operands=(1, 2)), 1),
+    ],
+)
+def test_a_device_is_idle_once_the_whole_result_is_sent(program: Program, elements: int) -> None:
+    async def main() -> None:
+        device, server = faulty(Fault(kind="deaf", phase="idle"))
+        await server.send(RunTask(task=1, priority=1, program=program, format="fp32"))
+        await device.receive()
+        for col in range(elements):
+            assert not device.struck
+            part = Result(
+                task=1, first_row=0, rows=1, first_col=col, cols=1, format="fp32", flops=0.0, compute_s=0.0,
+                down_bytes=0, down_s=0.0, payload=4,
+            )  # fmt: skip
+            await device.send(part, bytes(4))
+        assert device.struck
+
+    run(main(), limit_s=1e4)

@@ -3,9 +3,7 @@ few percent, as they describe whole runs of sublayers."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -13,11 +11,6 @@ from tests.faults.test_passes import Layout, arranged, go
 from tests.support.virtual import run
 from tests.support.world import World
 
-from cleave.core.cost.rates import Server
-from cleave.core.cost.resident import sum_up
-from cleave.core.cost.terms import live_terms
-from cleave.core.fleet.profiles import Profiles
-from cleave.core.model.sublayers import Sublayer
 from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import Problem, ResidentPlan, drafts, judge
 from cleave.protocol.frames import Buffer
@@ -33,15 +26,8 @@ HEADERS, NORMS = 0.03, 0.001
 def judged(layout: Layout, chunk: int) -> Callable[..., ResidentPlan]:
     """An arrangement with the bytes the planner predicts for it."""
 
-    def arrange(profiles: Profiles, sublayers: Sequence[Sublayer], **given: Any) -> ResidentPlan:
-        problem = Problem(
-            sums=sum_up(sublayers, hidden=given["hidden"], sequence=given["sequence"], terms=live_terms(given["wire"])),
-            sequences=given["sequences"],
-            profiles=profiles,
-            server=Server(),
-            medium_bytes_per_s=math.inf,
-        )
-        plan = judge(problem, drafts(arranged(layout)(profiles, sublayers).stages, profiles.names) or [], chunk)
+    def arrange(problem: Problem, **_: object) -> ResidentPlan:
+        plan = judge(problem, drafts(arranged(layout)(problem).stages, problem.profiles.names) or [], chunk)
         assert plan is not None
         return plan
 

@@ -104,6 +104,10 @@ SENT = {"weight", "bias", "x", "dy", "mask", "rotary", "targets", "adapter", "te
 
 def numbers_in(plain: dict[str, Any]) -> Iterator[int]:
     for name, value in plain.items():
+        if name == "copies":
+            yield from (operand for operand, _ in value)
+        elif name == "weights":
+            yield from (number for weight, _, states in value for number in (weight, *states))
         for each in value if isinstance(value, list | tuple) else (value,):
             if isinstance(each, dict):
                 yield from numbers_in(each)
@@ -138,7 +142,7 @@ def test_integers_are_accepted_for_floats_but_not_vice_versa() -> None:
     ids=lambda header: header[:24].hex(),
 )
 def test_anything_but_a_message_is_a_protocol_error(header: bytes) -> None:
-    with pytest.raises(ProtocolError, match="expected a message of protocol version 3, but "):
+    with pytest.raises(ProtocolError, match=f"expected a message of protocol version {messages.VERSION}, but "):
         messages.decode(header)
 
 

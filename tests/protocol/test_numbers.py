@@ -1,4 +1,4 @@
-"""Laws of the number formats: fp32 exact, bf16 and fp16 as torch rounds, int8 within half a step of its row."""
+"""Laws of the number formats: fp32 exact, bf16 and fp16 as torch rounds; `test_q8.py` has those of q8."""
 
 from __future__ import annotations
 
@@ -111,35 +111,6 @@ def test_bf16_by_example(value: int, half: int) -> None:
     assert codec.encode(matrix, "bf16").view("<u2").tolist() == [half]
 
 
-@quick
-@given(finite_matrix)
-def test_int8_is_within_half_a_step_of_its_row(matrix: Matrix) -> None:
-    data = codec.encode(matrix, "int8")
-    scales = data[: 4 * len(matrix)].view("<f4").astype(np.float64)[:, None]
-    np.testing.assert_allclose(
-        scales[:, 0], np.maximum(np.abs(matrix).max(axis=1), 1e-30).astype(np.float64) / 127, rtol=1e-6
-    )
-    step = np.abs(round_trip(matrix, "int8").astype(np.float64) - matrix)
-    assert (step <= 0.5 * scales * (1 + 1e-4)).all()
-
-
-@quick
-@given(finite_matrix)
-def test_int8_rows_do_not_influence_each_other(matrix: Matrix) -> None:
-    together = round_trip(matrix, "int8")
-    for row in range(len(matrix)):
-        np.testing.assert_array_equal(round_trip(matrix[row : row + 1], "int8"), together[row : row + 1])
-
-
-@pytest.mark.parametrize("bad", [0x7FC00000, 0x7F800001, 0x7F800000, 0xFF800000])
-def test_an_int8_row_with_a_non_finite_number_arrives_as_non_finite(bad: int) -> None:
-    matrix = np.ones((2, 3), dtype=np.float32)
-    bits(matrix)[1, 2] = bad
-    back = round_trip(matrix, "int8")
-    np.testing.assert_array_equal(back[0], matrix[0])
-    assert not np.isfinite(back[1]).any()
-
-
 # ------------------------------------------------------------------------------------------------ laws of all
 
 
@@ -199,7 +170,7 @@ def test_large_matrices_are_rounded_like_small_ones(wire: WireFormat) -> None:
     np.testing.assert_array_equal(decoded(whole, wire, matrix.shape)[5:6], round_trip(matrix[5:6], wire))
     wide = np.zeros((3, 70_001), dtype=np.float32)
     wide[2, -1] = -1.5
-    assert round_trip(wide, wire)[2, -1] == -1.5
+    assert round_trip(wide, wire)[2, -1] == pytest.approx(-1.5, rel=0.004 if wire == "q8" else 0)
 
 
 # ------------------------------------------------------------------------------------------------ torch's codec

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from tests.support.stacks import decoder
 
-from cleave.core.fleet.profiles import Profiles
+from cleave.core.fleet.profiles import DeviceId, Profiles
 from cleave.core.model.gemms import Linear
 from cleave.core.plan.choose import Local, PassChoice, PassWork, Setting
 from cleave.core.plan.resident.small_fleet import plan_columns
@@ -89,6 +89,24 @@ def test_the_grain_predicted_to_be_faster_is_chosen_and_reported() -> None:
     assert told.grain == "resident"
     assert told.modeled_s == told.resident_s < told.gemm_s
     assert "with gemms" in told.reason
+
+
+def test_only_devices_that_may_lend_keep_what_they_train() -> None:
+    def leased(lenders: frozenset[DeviceId] | None, work: PassWork) -> set[str]:
+        profiles = devices("ann", "bob", rate=1e5)
+        planning = Planning(
+            Setting(wire="fp32"), fleet=lambda: (1, profiles), tell=lambda choice: None, lenders=lambda: lenders
+        )
+        plan = planning.choose_pass(work, HERE, must=True).plan
+        assert plan is not None
+        columns = (column for stage in plan.stages for column in stage.columns)
+        return {holding.device for column in columns if column.is_leased for holding in column.holdings}
+
+    work = replace(WORK, lease_states=2)
+    assert leased(None, WORK) == set()
+    assert leased(None, work)
+    assert leased(frozenset({DeviceId("bob")}), work) == {"bob"}
+    assert leased(frozenset(), work) == set()
 
 
 def test_resident_layers_can_be_forced_even_if_slower() -> None:

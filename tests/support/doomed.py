@@ -15,11 +15,11 @@ import numpy as np
 
 from cleave.protocol.frames import Buffer
 from cleave.protocol.messages import AnyMessage, Failed, Result, RunTask
-from cleave.protocol.programs import Backward, Collect, Forward, Program
+from cleave.protocol.programs import Backward, Collect, Forward, Hold, Program, SquareSum, Update
 from cleave.transport.base import Channel, Received
 from cleave.transport.faulty import FaultyChannel
 
-Kind = Literal["forward", "backward", "collect", "gemm"]
+Kind = Literal["forward", "backward", "collect", "gemm", "hold", "square_sum", "update"]
 When = Literal["told", "returning", "returned"]
 
 
@@ -88,5 +88,11 @@ def _kind(program: Program) -> Kind:
             return "backward"
         case Collect():
             return "collect"
+        case Hold():
+            return "hold"
+        case SquareSum():
+            return "square_sum"
+        case Update():
+            return "update"
         case _:
             return "gemm"

@@ -13,12 +13,12 @@ from contextlib import suppress
 from typing import Any, TypeVar
 
 import numpy as np
+from tests.support.doomed import DoomedChannel, Moment
 from tests.support.plans import plan_of, stage_of
 
 from cleave.core.cost.wire import WireFormat
-from cleave.core.fleet.profiles import Profiles
-from cleave.core.model.sublayers import Sublayer
 from cleave.core.plan.choose import Arrange
+from cleave.core.plan.resident.problem import Problem
 from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import ResidentPlan, Stage
 from cleave.core.verify.trust import Level
@@ -48,15 +48,20 @@ class InProcess:
         arrange: Arrange = plan_columns,
         trust: Level = "own",
         lies: Mapping[int, Lie] | None = None,
+        dooms: Mapping[int, Moment] | None = None,
         draw: Callable[[], float] | None = None,
         listener: Listener = lambda event: None,
     ):
-        """`lies` are told by devices with these numbers; audits replace draws of the random generator by `draw`."""
+        """`lies` are told by devices with these numbers; audits replace draws of the random generator by `draw`.
+
+        Devices with `dooms` lose their connection at that moment.
+        """
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="server")
         self._memory_bytes, self._wire, self._arrange = memory_bytes, wire, arrange
         self._trust: Level = trust
         self._lies, self._draw, self._listener = lies or {}, draw, listener
+        self._dooms = dooms or {}
         self._tasks: list[asyncio.Task[Any]] = []
         self.plans: list[ResidentPlan] = []
 
@@ -86,6 +91,8 @@ class InProcess:
             self._tasks.append(self._loop.create_task(cluster.serve(ours)))
             offer = Offer(name=f"d{index}", token="", flops_per_s=1e10, memory_bytes=memory_bytes)
             channel = LyingChannel(theirs, self._lies[index]) if index in self._lies else theirs
+            if index in self._dooms:
+                channel = _doomed(channel, self._dooms[index])
             worker = Worker(channel, NumpyKernel(), offer, Contribution())
             self._tasks.append(self._loop.create_task(_live(worker, channel)))
         while cluster.devices < len(self._memory_bytes):
@@ -104,6 +111,14 @@ class InProcess:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
 
+def _doomed(channel: Channel, moment: Moment) -> DoomedChannel:
+    async def meet() -> bool:
+        await channel.close()
+        return True
+
+    return DoomedChannel(channel, moment, meet)
+
+
 async def _live(worker: Worker, channel: Channel) -> None:
     await worker.join()
     with suppress(ConnectionLost):  # such as a quarantine
@@ -115,8 +130,8 @@ def anyhow(seed: int, chunk: int | None = None) -> Arrange:
     """Random runs of sublayers and slices of single ones, on any devices, some in several columns; any chunk size."""
     draw = random.Random(seed)
 
-    def arrange(profiles: Profiles, sublayers: Sequence[Sublayer], *, sequence: int, **_: object) -> ResidentPlan:
-        names, first = profiles.names, 0
+    def arrange(problem: Problem, **_: object) -> ResidentPlan:
+        names, sublayers, first = problem.profiles.names, problem.sums.sublayers, 0
         stages: list[Stage] = []
         while first < len(sublayers):
             most = min(sublayers[first].slices, 4)
@@ -126,6 +141,6 @@ def anyhow(seed: int, chunk: int | None = None) -> Arrange:
             held = [[(names[device], draw.random()) for device in column] for column in columns]
             stages.append(stage_of(first, count, held))
             first += count
-        return plan_of(stages, chunk or draw.randint(1, sequence + 3))
+        return plan_of(stages, chunk or draw.randint(1, problem.sums.sequence + 3))
 
     return arrange

@@ -70,7 +70,14 @@ class LocalColumns:
         pass
 
     def submit(
-        self, role: Role, a: tuple[Any, ...], b: tuple[Any, ...], plan: LinearPlan | None, *, priority: int = 1
+        self,
+        role: Role,
+        a: tuple[Any, ...],
+        b: tuple[Any, ...],
+        plan: LinearPlan | None,
+        *,
+        priority: int = 1,
+        format: WireFormat | None = None,
     ) -> Future[list[Matrix]]:
         with self._lock:
             self.products += 1

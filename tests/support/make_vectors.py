@@ -7,7 +7,7 @@ version must change too, unless docs/protocol.md allows the change.
     messages/   one of every message: its fields, its header, its payload
     numbers/    matrices in each format: values, the same as fp32 bits, encoded, and what a receiver decodes
     tasks/      what a server sends for a gemm, what a device may answer (any tiling will do), and the whole block
-    resident/   sequences through parts of a model and back: what a server sends, and what a device answers
+    resident/   sequences through parts of a model and back, leased weights: what a server sends, what a device answers
     session/    a whole connection, as printed in docs/protocol.md
 
 All bytes are in hexadecimal. Measured fields (seconds) of answers are examples.
@@ -24,6 +24,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from tests.support.frames import Frame, Json, codec, described, result, stored, values
+from tests.support.leased_weights import leases
 from tests.support.resident_parts import conversations
 
 from cleave.core.cost.wire import WireFormat
@@ -58,7 +59,7 @@ def main() -> None:
         write("numbers", name, numbers(name, wire, matrix))
     for name, task in tasks().items():
         write("tasks", name, task)
-    for name, conversation in conversations().items():
+    for name, conversation in {**conversations(), **leases()}.items():
         write("resident", name, conversation)
     write("session", "small", {"name": "small", "frames": [described(frame) for frame in session()]})
 
@@ -99,6 +100,12 @@ def matrices() -> dict[str, tuple[WireFormat, Matrix]]:
     fine = np.array([[1.0 + 2**-11, 1.0 + 3 * 2**-11, 65520.0, 2.0**-24, 2.0**-25, -6e-8]], dtype=np.float32)
     special = np.array([[math.inf, -math.inf, math.nan, 3.4028235e38, 1e-40]], dtype=np.float32)
     rows = np.array([[127.0, -63.5, 0.5, 1.5], [0.0, 0.0, 0.0, 0.0], [-2.0, 1.0, 0.3, 0.01]], dtype=np.float32)
+    blocks = np.linspace(-3.0, 40.0, 2 * 70, dtype=np.float32).reshape(2, 70)
+    blocks[1, 32:64] *= np.float32(1e-3)
+    halves = np.array([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5]], dtype=np.float32)  # a scale of 1
+    spoiled = np.ones((3, 34), dtype=np.float32)
+    spoiled[0, 3], spoiled[1, 33], spoiled[2, 0] = math.nan, -math.inf, 3.4028235e38
+    scaled = np.array([[1.0], [127.0], [127.00001], [1e-40], [2.0**-126], [-1e30]], dtype=np.float32)
     return {
         "fp32": ("fp32", plain),
         "fp32-special": ("fp32", special),
@@ -108,7 +115,11 @@ def matrices() -> dict[str, tuple[WireFormat, Matrix]]:
         "fp16": ("fp16", plain),
         "fp16-ties-overflow-denormals": ("fp16", fine),
         "fp16-special": ("fp16", special),
-        "int8": ("int8", rows),
+        "q8": ("q8", rows),
+        "q8-blocks": ("q8", blocks),
+        "q8-ties": ("q8", halves),
+        "q8-special": ("q8", spoiled),
+        "q8-scales-rounded-up": ("q8", scaled),
     }
 
 
@@ -141,16 +152,14 @@ def tasks() -> dict[str, Json]:
     nt, other = {1: draw(4, 3), 2: draw(5, 3)}, {8: draw(2, 4), 9: draw(3, 4)}
     nn = {3: draw(3, 2), 4: draw(2, 4), 5: draw(3, 3), 6: draw(3, 4)}
     tn = {1: draw(6, 2), 7: draw(6, 3)}
-    other[8][:, 0] = other[9][:, 0] = 127.0  # a scale of 1: integers are exact in int8 too
+    other[8][:, 0] = other[9][:, 0] = 127.0  # a scale of 1: integers are exact in q8 too
     return {
         "gemm-nt": task("gemm-nt", GemmProgram(layout="nt", terms=((1, 2),), rows=4, cols=5), nt, "fp32", strips=2),
         "gemm-nn": task(
             "gemm-nn", GemmProgram(layout="nn", terms=((3, 4), (5, 6)), rows=3, cols=4), nn, "bf16", strips=1
         ),
         "gemm-tn": task("gemm-tn", GemmProgram(layout="tn", terms=((1, 7),), rows=2, cols=3), tn, "fp16", strips=3),
-        "gemm-nt-int8": task(
-            "gemm-nt-int8", GemmProgram(layout="nt", terms=((8, 9),), rows=2, cols=3), other, "int8", 1
-        ),
+        "gemm-nt-q8": task("gemm-nt-q8", GemmProgram(layout="nt", terms=((8, 9),), rows=2, cols=3), other, "q8", 1),
     }
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from cleave.core.fleet.profiles import DeviceId, Profiles
+from cleave.core.fleet.profiles import DeviceId
 from cleave.core.model.keeping import Keeping
 from cleave.core.model.shard import Shard
-from cleave.core.model.sublayers import Sublayer
+from cleave.core.plan.resident.problem import Problem
 from cleave.core.plan.resident.stages import Column, Holding, ResidentPlan, Stage
 
 Layout = Sequence[tuple[int, Sequence[Sequence[str]]]]
@@ -43,10 +44,35 @@ def plan_of(stages: Sequence[Stage], chunk: int) -> ResidentPlan:
     )
 
 
+def leased(counts: Sequence[int], chunk: int = 8, every: int = 1000) -> Callable[..., ResidentPlan]:
+    """A planner of a pipeline: one device per stage of so many sublayers, or of the rest, which keeps what it trains.
+
+    Without leases, or with fewer devices, the stages are the same but shared by all devices.
+    """
+
+    def arrange(problem: Problem, **_: object) -> ResidentPlan:
+        names, first = problem.profiles.names, 0
+        stages: list[Stage] = []
+        for number, count in enumerate(counts):
+            left = len(problem.sums.sublayers) - first
+            within = left if number == len(counts) - 1 else min(count, left)
+            if within and problem.leasing is not None and len(names) >= len(counts):
+                stage = stage_of(first, within, [[names[number]]])
+                columns = (stage.columns[0]._replace(is_leased=True, snapshot_every=every),)
+                stages.append(replace(stage, columns=columns))
+            elif within:
+                stages.append(stage_of(first, within, [names]))
+            first += within
+        return plan_of(stages, chunk)
+
+    return arrange
+
+
 def arranged(layout: Layout, chunk: int) -> Callable[..., ResidentPlan]:
     """A planner that always returns this layout on connected devices; a slice left without any goes to all of them."""
 
-    def arrange(profiles: Profiles, sublayers: Sequence[Sublayer], **_: object) -> ResidentPlan:
+    def arrange(problem: Problem, **_: object) -> ResidentPlan:
+        profiles, sublayers = problem.profiles, problem.sums.sublayers
         stages: list[Stage] = []
         first = 0
         for count, slices in layout:

@@ -10,11 +10,24 @@ from hypothesis import strategies as st
 
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.decoder import Activation, Attention, Head, Mlp, Norm, Weight
+from cleave.core.model.update_rule import Adam, Sgd
 from cleave.printable import printable
 from cleave.protocol import messages
 from cleave.protocol.frames import PAYLOAD_BYTES
 from cleave.protocol.messages import AnyMessage
-from cleave.protocol.programs import Backward, Collect, Forward, GemmProgram, Hold, Layout, Program
+from cleave.protocol.programs import (
+    Backward,
+    Collect,
+    Copy,
+    Forward,
+    GemmProgram,
+    Hold,
+    Layout,
+    Leased,
+    Program,
+    SquareSum,
+    Update,
+)
 
 KINDS: tuple[type[AnyMessage], ...] = get_args(AnyMessage)
 FORMATS: tuple[WireFormat, ...] = get_args(WireFormat)
@@ -65,12 +78,33 @@ _unit = {
     **dict.fromkeys(("mask", "rotary", "targets"), maybe),
     "is_slice": st.booleans(),
 }
+several = st.lists(integers, max_size=5).map(tuple)
+_rule = {"rate": numbers, "weight_decay": numbers, "is_ascent": st.booleans()}
+rules = st.one_of(
+    st.builds(
+        Sgd,
+        **_rule,
+        **dict.fromkeys(("momentum", "dampening"), numbers),
+        **dict.fromkeys(("is_nesterov", "is_first"), st.booleans()),
+    ),
+    st.builds(
+        Adam,
+        **_rule,
+        **dict.fromkeys(("beta1", "beta2", "eps"), numbers),
+        step=integers,
+        is_decoupled=st.booleans(),
+    ),
+)
+leases = st.lists(st.builds(Leased, integers, integers, several), max_size=3).map(tuple)
 programs: st.SearchStrategy[Program] = st.one_of(
     gemms,
     st.builds(Forward, **_unit, is_silent=st.booleans()),
     st.builds(Backward, **_unit, dy=integers, accumulators=pairs, wants_dx=st.booleans()),
     st.builds(Collect, accumulator=integers, rows=integers, cols=integers),
-    st.builds(Hold, operands=st.lists(integers, max_size=5).map(tuple)),
+    st.builds(Hold, operands=several),
+    st.builds(SquareSum, accumulators=several),
+    st.builds(Update, rule=rules, weights=leases, scale=numbers),
+    st.builds(Copy, copies=pairs),
 )
 
 _BY_TYPE: dict[object, st.SearchStrategy[object]] = {
@@ -80,7 +114,7 @@ _BY_TYPE: dict[object, st.SearchStrategy[object]] = {
     bool: st.booleans(),
     WireFormat: st.sampled_from(FORMATS),
     Program: programs,
-    tuple[int, ...]: st.lists(integers, max_size=5).map(tuple),
+    tuple[int, ...]: several,
 }
 
 
@@ -105,7 +139,9 @@ HOSTILE_TEXTS = (
 """What a peer may send where people read: escapes, forged lines, overrides of direction, markup, novels."""
 
 ONE_OF_EACH: tuple[AnyMessage, ...] = (
-    messages.Hello(version=3, name="phône", token="t", flops_per_s=1e9, memory_bytes=1 << 30, kernel="numpy"),
+    messages.Hello(
+        version=messages.VERSION, name="phône", token="t", flops_per_s=1e9, memory_bytes=1 << 30, kernel="numpy"
+    ),
     messages.Probed(down_s=0.25, payload=3),
     messages.Result(
         task=7, first_row=0, rows=1, first_col=2, cols=3, format="bf16", flops=6.0, compute_s=1e-6, down_bytes=9,
@@ -113,10 +149,10 @@ ONE_OF_EACH: tuple[AnyMessage, ...] = (
     ),
     messages.Failed(task=7, reason="no memory"),
     messages.Leaving(reason="stopped by its owner"),
-    messages.Welcome(version=3, name="phône-2"),
+    messages.Welcome(version=messages.VERSION, name="phône-2"),
     messages.Refused(reason="wrong token"),
     messages.Probe(answer=16, payload=64),
-    messages.Store(operand=300, rows=2, cols=3, format="int8", first_row=0, strip_rows=2, payload=14),
+    messages.Store(operand=300, rows=2, cols=3, format="q8", first_row=0, strip_rows=2, payload=10),
     messages.RunTask(
         task=7,
         priority=1,

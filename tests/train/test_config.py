@@ -64,6 +64,11 @@ def test_every_default_passes_its_own_check(tmp_path: Path) -> None:
     assert load_config(_file(tmp_path, to_toml(TrainConfig())), {}) == TrainConfig()
 
 
+def test_int8_is_read_as_q8(tmp_path: Path) -> None:
+    assert load_config(_file(tmp_path, 'wire = "int8"'), {}) == load_config(None, {"wire": "q8"})
+    assert load_config(None, {"wire": "int8"}).wire == "q8"
+
+
 @pytest.mark.parametrize(("key", "meant"), [("learning_rat", "learning_rate"), ("warm-up-steps", "warmup_steps")])
 def test_an_unknown_setting_is_refused_with_the_closest_name(tmp_path: Path, key: str, meant: str) -> None:
     with pytest.raises(InputError, match=f"no setting '{key}'.*did you mean {meant}"):
@@ -82,7 +87,7 @@ def test_an_unknown_setting_is_refused_with_the_closest_name(tmp_path: Path, key
         ("learning_rate = nan", "a number"),
         ("clip = -1", r"number.* 0\b"),
         (f"clip = 1{'0' * 400}", "a number"),
-        ('wire = "fp8"', "one of fp32, bf16, fp16, int8"),
+        ('wire = "fp8"', "one of fp32, bf16, fp16, q8"),
         ('autocast = "fp16"', "one of bf16"),
         ("betas = [0.9]", "2 numbers"),
         ("betas = [0.9, 1.0]", r"number.* 0\b.* 0\.999999\b"),

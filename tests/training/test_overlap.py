@@ -83,7 +83,7 @@ def test_weights_sent_ahead_are_not_sent_again(fleet: Fleet) -> None:
     usual, ahead = traffic(overlapped=False), traffic(overlapped=True)
     plan = fleet.cluster.planning.latest
     assert plan is not None
-    copies = max(len(holdings) for stage in plan.stages for _, holdings in stage.columns)
+    copies = max(len(column.holdings) for stage in plan.stages for column in stage.columns)
     weights = 4 * sum(one.numel() for one in make("llama").parameters())
     extra = sum(ahead) - sum(usual)  # sent again, they would cost STEPS x copies x weights
     assert extra < (copies + 1) * weights, "at most for a next step that never came, and for a copy that moved"

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from numbers import Integral, Real
 from types import UnionType
 
+from cleave.core.cost.wire import WIRE_NAMES, WireFormat, format_of
 from cleave.core.verify.trust import LEVELS, Level, level_of
 from cleave.errors import InputError
 
@@ -21,6 +22,14 @@ def checked_trust(value: object, default: Level) -> Level:
     if level is None:
         raise InputError(f"expected trust to be one of {', '.join(LEVELS)}, got {value!r}")
     return level
+
+
+def checked_wire(value: object) -> WireFormat:
+    """Return a wire format, given by whatever name it has or had."""
+    format = format_of(value)
+    if format is None:
+        raise InputError(f"expected wire to be one of {', '.join(WIRE_NAMES)}, got {value!r}")
+    return format
 
 
 def check_count(name: str, value: object) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 
 from cleave import events, settings
 from cleave.api import speech
-from cleave.api.checks import check_choice, check_count, check_seconds, check_text, checked_trust
-from cleave.core.cost.wire import WIRE_FORMATS, WireFormat
+from cleave.api.checks import check_choice, check_count, check_seconds, check_text, checked_trust, checked_wire
+from cleave.core.cost.wire import WireFormat, WireName
 from cleave.core.model.gemms import Linear
 from cleave.core.verify.trust import Level
 from cleave.device.join import stand_in
@@ -69,7 +69,7 @@ class Fleet:
         keys: Keys | None = None,
         tls: Tls = False,
         directory: Path | None = None,
-        wire: WireFormat = settings.WIRE,
+        wire: WireName = settings.WIRE,
         offload: Offload = settings.OFFLOAD,
         listener: events.Listener | None = None,
         alone: Alone = settings.ALONE,
@@ -90,7 +90,6 @@ class Fleet:
         """
         check_text("listen", listen, "0.0.0.0:7077")
         check_text("token", token, "a secret")
-        check_choice("wire", wire, WIRE_FORMATS)
         check_choice("offload", offload, OFFLOADS)
         joining = checked_trust(trust, settings.TRUST)
         self._local_trust: Level = checked_trust(trust, "own")
@@ -98,7 +97,7 @@ class Fleet:
         check_seconds("alone_wait_s", alone_wait_s)
         if listener is not None and not callable(listener):
             raise InputError(f"expected listener to be a function of one event, got {listener!r}")
-        self.wire: WireFormat = wire
+        self.wire: WireFormat = checked_wire(wire)
         self.offload: Offload = offload
         self.token = token
         self.medium_bytes_per_s = links.medium_bytes_per_s if links is not None else math.inf
@@ -111,7 +110,7 @@ class Fleet:
         def make(loop: Any) -> Cluster:
             return Cluster(
                 loop,
-                wire=wire,
+                wire=self.wire,
                 keys=keys,
                 codec=_fastest_codec(),
                 listener=self._listen,
@@ -148,7 +147,7 @@ class Fleet:
         *,
         token: str = "",
         tls: Tls = False,
-        wire: WireFormat = settings.WIRE,
+        wire: WireName = settings.WIRE,
         offload: Offload = settings.OFFLOAD,
         alone: Alone = settings.ALONE,
         alone_wait_s: float = settings.ALONE_WAIT_S,
@@ -183,7 +182,7 @@ class Fleet:
         cls,
         count: int,
         *,
-        wire: WireFormat = settings.WIRE,
+        wire: WireName = settings.WIRE,
         offload: Offload = settings.OFFLOAD,
         threads: int = settings.DEVICE_THREADS,
         memory: str | None = None,
@@ -331,6 +330,7 @@ class Fleet:
 
     def close(self, reason: str = "done", *, rejoin: bool = False) -> None:
         """Say goodbye to every device and stop the server; with `rejoin`, devices wait for it to return."""
+        self.cluster.prepare_closing()
         self._service.stop(reason, rejoin=rejoin)
         if rejoin:  # remote devices wait for this server to return; local ones end with it
             for process in self._processes:

@@ -11,15 +11,18 @@ from typing import cast
 import numpy as np
 
 from cleave import settings
-from cleave.api.checks import check_type
+from cleave.api.checks import check_type, checked_wire
+from cleave.core.cost.lease import ADAM_STATES
 from cleave.core.cost.rates import Server
-from cleave.core.cost.wire import PLAN_WIRE, WireFormat
+from cleave.core.cost.wire import PLAN_WIRE, WireName
 from cleave.core.fleet import sampling
 from cleave.core.fleet.profiles import Profiles, read_csv
 from cleave.core.model.gemms import Gemm
 from cleave.core.model.grain import Grain
+from cleave.core.model.lease import LeaseMode
 from cleave.core.model.shapes import ModelShape, from_config, named
 from cleave.core.plan.gemm.product import GemmPlan, Split, plan_gemm
+from cleave.core.plan.resident.problem import Leasing
 from cleave.core.plan.step import StepChoice, StepPlan, choose_step, plan_step
 from cleave.disk import read_whole
 from cleave.errors import FleetError, InputError, ModelError
@@ -37,20 +40,23 @@ def plan(
     tokens: int | None = None,
     gemm: Gemm | tuple[int, int, int] | None = None,
     sequence: int | None = None,
-    wire: WireFormat = PLAN_WIRE,
+    wire: WireName = PLAN_WIRE,
     server: Server | None = None,
     split: Split = "auto",
     grouped: bool = True,
     grain: Grain = settings.GRAIN,
     lora: int | None = None,
+    lease: LeaseMode = settings.LEASE,
 ) -> GemmPlan | StepPlan | StepChoice:
     """Plan one gemm, or a model's whole step, over a fleet: profiles, or the path of a fleet CSV.
 
     A step with grain "gemm" is returned as a `StepPlan`; `split` and `grouped` apply to it only. Otherwise it is a
     `StepChoice`: the faster grain, or the resident one with grain "resident", beside every rival.
     With `lora`, a step trains adapters of that rank beside every linear layer of attention and MLP, and nothing else.
+    With `lease` "auto", a device that holds layers alone may keep them with the state of AdamW and update them itself.
     """
     check_type(fleet, Profiles | str | Path, "a fleet as Profiles or the path of a fleet CSV")
+    format = checked_wire(wire)
     profiles = fleet if isinstance(fleet, Profiles) else load_fleet(fleet)
     if (gemm is None) == (model is None):
         raise InputError("expected either a model or a gemm to plan, not both or neither")
@@ -66,7 +72,7 @@ def plan(
             )
         if lora is not None:
             raise InputError("a single product has no adapters; plan a model with --model and --tokens, or drop --lora")
-        return plan_gemm(profiles, product, wire=wire, server=server, split=split)
+        return plan_gemm(profiles, product, wire=format, server=server, split=split)
     assert model is not None
     shape = model if isinstance(model, ModelShape) else load_shape(model)
     if tokens is None:
@@ -80,16 +86,17 @@ def plan(
     length = _sequence(shape, tokens, sequence)
     if grain == "gemm" or (grain == "auto" and (split != "auto" or not grouped)):
         return plan_step(
-            profiles, shape, tokens, sequence=length, wire=wire, server=server, split=split, grouped=grouped
+            profiles, shape, tokens, sequence=length, wire=format, server=server, split=split, grouped=grouped
         )
     return choose_step(
         profiles,
         shape,
         tokens,
         sequence=length,
-        wire=wire,
+        wire=format,
         server=server,
         resident_only=grain == "resident",
+        leasing=Leasing(states=ADAM_STATES) if lease == "auto" else None,
     )
 
 

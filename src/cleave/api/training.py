@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, TypeVar
 from cleave.api.checks import check_choice, check_type
 from cleave.api.fleet import Fleet
 from cleave.core.model.grain import GRAINS, Grain
+from cleave.core.model.lease import LEASE_MODES, LeaseMode
 from cleave.errors import InputError
 from cleave.extras import install_command
-from cleave.settings import GRAIN
+from cleave.settings import GRAIN, LEASE
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 _Module = TypeVar("_Module", bound="torch.nn.Module")
 
 
-def distribute(model: _Module, fleet: Fleet, *, grain: Grain = GRAIN, immediate: bool = False) -> _Module:
+def distribute(
+    model: _Module, fleet: Fleet, *, grain: Grain = GRAIN, immediate: bool = False, lease: LeaseMode = LEASE
+) -> _Module:
     """Compute a torch model's matrix products on a fleet; training loop, optimizer and Trainer stay yours.
 
     `grain` is the unit of work: `gemm`, a block of one product, for any model; `resident`, layers that stay on devices
@@ -25,15 +28,27 @@ def distribute(model: _Module, fleet: Fleet, *, grain: Grain = GRAIN, immediate:
     planner expects to be faster on this fleet. With resident layers, a model in training that is given labels returns
     the loss without logits. Gradients of weights are complete when `backward()` returns; use `immediate` for
     `torch.autograd.grad` with respect to weights.
+
+    With `lease` "auto", your own devices (trust `own`) that hold layers alone may keep their weights and the states of
+    SGD, Adam or AdamW, and update them; gradients and weights are fetched when something reads them.
     """
     check_choice("grain", grain, GRAINS)
+    check_choice("lease", lease, LEASE_MODES)
     _check_model(model)
     check_type(fleet, Fleet, "a cleave.Fleet, made with Fleet.local or Fleet.serve")
     fleet.check_open()
     from cleave.train.offload.distribute import distribute as send
 
     cluster = fleet.cluster
-    return send(model, cluster, offload=fleet.offload, tell=cluster.tell, immediate=immediate, grain=grain)
+    return send(
+        model,
+        cluster,
+        offload=fleet.offload,
+        tell=cluster.tell,
+        immediate=immediate,
+        grain=grain,
+        may_lease=lease == "auto",
+    )
 
 
 def overlap(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> str | None:

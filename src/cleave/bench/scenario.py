@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from cleave.api.planning import load_fleet, sample_fleet
-from cleave.core.cost.wire import WireFormat
+from cleave.core.cost.wire import WireFormat, WireName, format_of
 from cleave.core.fleet.profiles import read_csv, write_csv
 from cleave.core.model.grain import Grain
 from cleave.disk import read_whole
@@ -95,7 +95,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     models: dict[str, ModelSetting]
     modes: tuple[str, ...] = ("full",)
     """`full`, or `lora-RANK`."""
-    wires: tuple[WireFormat, ...] = ("bf16",)
+    wires: tuple[WireName, ...] = ("bf16",)
     grains: tuple[Grain, ...] = ("auto",)
     tokens: Count = 2048
     """Tokens per step."""
@@ -196,7 +196,7 @@ def _cells(scenario: Scenario, fleets: Mapping[str, str]) -> list[Cell]:
             fleet_name=fleet,
             model_name=model,
             mode=mode,
-            wire=wire,
+            wire=format_of(wire),
             grain=grain,
             fleet=msgspec.structs.replace(scenario.fleets[fleet], file=None, sample=None),
             fleet_csv=fleets[fleet],
@@ -226,7 +226,8 @@ def _check(scenario: Scenario, path: Path) -> None:
     for values in ("modes", "wires", "grains"):
         listed = cast("tuple[str, ...]", getattr(scenario, values))
         require(bool(listed), f"{values} is empty; name one")
-        require(len(set(listed)) == len(listed), f"{values} has an entry twice; remove one")
+        unique = {format_of(value) or value for value in listed}
+        require(len(unique) == len(listed), f"{values} has an entry twice; remove one")
     for mode in scenario.modes:
         require(bool(_MODE.fullmatch(mode)), f"expected a mode to be full or lora-RANK such as lora-8, got {mode!r}")
     require(

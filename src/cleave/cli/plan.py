@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cleave.cli.arguments import AddVerb, count, gemm_sizes, positive
-from cleave.core.cost.wire import PLAN_WIRE, WIRE_FORMATS
+from cleave.core.cost.wire import PLAN_WIRE, WIRE_NAMES
 from cleave.core.model.grain import GRAINS
+from cleave.core.model.lease import LEASE_MODES
 from cleave.errors import InputError
-from cleave.settings import GRAIN
+from cleave.settings import GRAIN, LEASE
 
 if TYPE_CHECKING:
-    from cleave.core.cost.wire import WireFormat
+    from cleave.core.cost.wire import WireName
     from cleave.core.model.grain import Grain
+    from cleave.core.model.lease import LeaseMode
     from cleave.core.plan.gemm.product import Split
 
 _GBIT_BYTES = 1e9 / 8
@@ -72,13 +74,23 @@ def add_to(add: AddVerb) -> None:
     )
     choices = verb.add_argument_group("how to cut it")
     choices.add_argument(
-        "--wire", choices=WIRE_FORMATS, default=PLAN_WIRE, help=f"number format on the wire (default: {PLAN_WIRE})"
+        "--wire",
+        choices=WIRE_NAMES,
+        default=PLAN_WIRE,
+        help=f"number format on the wire; q8 is 8 bits, int8 its former name (default: {PLAN_WIRE})",
     )
     choices.add_argument(
         "--grain",
         choices=GRAINS,
         default=GRAIN,
         help="blocks of products (gemm), resident layers, or the faster of the two (default: auto)",
+    )
+    choices.add_argument(
+        "--lease",
+        choices=LEASE_MODES,
+        default=LEASE,
+        help="with up to 16 devices: whether one that holds layers alone may keep them, with the state of AdamW, and "
+        f"update them itself (default: {LEASE})",
     )
     choices.add_argument(
         "--split",
@@ -110,6 +122,7 @@ def _run_plan(options: argparse.Namespace) -> None:
         split=options.split,
         grouped=not options.ungrouped,
         lora=options.lora,
+        lease=options.lease,
         as_json=options.json,
         plot=options.plot,
     )
@@ -122,7 +135,7 @@ def run_plan(
     gemm: tuple[int, int, int] | None,
     tokens: int | None,
     sequence: int | None,
-    wire: WireFormat,
+    wire: WireName,
     server_down_gbit: float | None,
     server_up_gbit: float | None,
     server_tflops: float | None,
@@ -130,6 +143,7 @@ def run_plan(
     split: Split,
     grouped: bool,
     lora: int | None,
+    lease: LeaseMode,
     as_json: bool,
     plot: str | None,
 ) -> None:
@@ -161,6 +175,7 @@ def run_plan(
         grouped=grouped,
         grain=grain,
         lora=lora,
+        lease=lease,
     )
     if as_json:
         sys.stdout.write(json.dumps(plan_json.as_json(planned)) + "\n")

@@ -11,8 +11,9 @@ from typing import Any
 
 from cleave.cli.arguments import AddVerb, count, count_or_zero, number_or_zero, positive, probability, seed, trust
 from cleave.config import TrainConfig
-from cleave.core.cost.wire import WIRE_FORMATS
+from cleave.core.cost.wire import WIRE_NAMES
 from cleave.core.model.grain import GRAINS
+from cleave.core.model.lease import LEASE_MODES
 from cleave.core.verify.trust import LEVELS
 from cleave.errors import InputError
 from cleave.settings import ALONES, OFFLOADS
@@ -104,7 +105,7 @@ def _add_work(add: Callable[..., None]) -> None:
     )
     add("--device-threads", "threads per local device", type=count, metavar="N")
     add("--grain", "unit of work: blocks of products (gemm), resident layers, or the faster one", choices=GRAINS)
-    add("--wire", "number format on the wire", choices=WIRE_FORMATS)
+    add("--wire", "number format on the wire; q8 is 8 bits, int8 its former name", choices=WIRE_NAMES)
     add("--offload", "auto: keep on the server what is not worth sending", choices=OFFLOADS)
     add(
         "--scale-test",
@@ -112,6 +113,7 @@ def _add_work(add: Callable[..., None]) -> None:
         "real, and no model is saved",
         action="store_true",
     )
+    add("--lease", "never: update all weights on the server, none on devices", choices=LEASE_MODES)
     add("--overlap", "update each weight during backward, as soon as its gradient arrives", action="store_true")
 
 

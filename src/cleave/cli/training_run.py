@@ -107,7 +107,7 @@ class TrainingRun:
             limit = "" if config.wait_s is None else f" within {config.wait_s:.0f} s"
             self.observe(Paused(reason=f"waiting for a device to join{limit}; Ctrl-C stops"))
             fleet.wait(1, config.wait_s)
-        return distribute(model, fleet, grain=config.grain)
+        return distribute(model, fleet, grain=config.grain, lease=config.lease)
 
     def _show_join_command(self, fleet: Fleet, *, has_token: bool) -> None:
         """Show the join command, unless standard error goes to a file, where its token would stay for others to read.

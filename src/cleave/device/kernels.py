@@ -74,6 +74,28 @@ class Kernel(Protocol):
 
     def erf(self, array: Array) -> Array: ...
 
+    def total(self, array: Array) -> float:
+        """Add all entries, in double precision where the processor has it."""
+        ...
+
+    # Entry by entry and in place, for optimizers. `scratch` has the shape of `total` and is overwritten.
+
+    def add_scaled(self, total: Array, a: Array, factor: float, scratch: Array) -> None:
+        """Compute total += factor a."""
+        ...
+
+    def add_scaled_product(self, total: Array, a: Array, b: Array, factor: float, scratch: Array) -> None:
+        """Compute total += factor a b."""
+        ...
+
+    def add_scaled_quotient(self, total: Array, a: Array, b: Array, factor: float, scratch: Array) -> None:
+        """Compute total += factor a / b."""
+        ...
+
+    def interpolate(self, total: Array, end: Array, weight: float, scratch: Array) -> None:
+        """Move total towards `end`: 0 leaves it, 1 gives `end`."""
+        ...
+
 
 class NumpyKernel:
     name = "numpy"
@@ -133,6 +155,28 @@ class NumpyKernel:
         x /= _polynomial(_ERF_DENOMINATOR, square)
         return x
 
+    def total(self, array: Array) -> float:
+        return float(array.sum(dtype=np.float64))
+
+    def add_scaled(self, total: Array, a: Array, factor: float, scratch: Array) -> None:
+        total += np.multiply(a, factor, out=scratch)
+
+    def add_scaled_product(self, total: Array, a: Array, b: Array, factor: float, scratch: Array) -> None:
+        np.multiply(a, factor, out=scratch)
+        total += np.multiply(scratch, b, out=scratch)
+
+    def add_scaled_quotient(self, total: Array, a: Array, b: Array, factor: float, scratch: Array) -> None:
+        np.multiply(a, factor, out=scratch)
+        total += np.divide(scratch, b, out=scratch)
+
+    def interpolate(self, total: Array, end: Array, weight: float, scratch: Array) -> None:
+        """Start from the nearer end, as torch does: 1 gives `end` to the last bit."""
+        np.subtract(end, total, out=scratch)
+        if weight < 0.5:
+            total += np.multiply(scratch, weight, out=scratch)
+        else:
+            np.subtract(end, np.multiply(scratch, 1 - weight, out=scratch), out=total)
+
 
 class TorchKernel:
     def __init__(self, device: str, threads: int | None = None) -> None:
@@ -179,6 +223,21 @@ class TorchKernel:
 
     def erf(self, array: Array) -> Array:
         return self._torch.erf(array)
+
+    def total(self, array: Array) -> float:
+        return float(array.sum(dtype=self._torch.float32 if self._device == "mps" else self._torch.float64))
+
+    def add_scaled(self, total: Array, a: Array, factor: float, scratch: Array) -> None:
+        total.add_(a, alpha=factor)
+
+    def add_scaled_product(self, total: Array, a: Array, b: Array, factor: float, scratch: Array) -> None:
+        total.addcmul_(a, b, value=factor)
+
+    def add_scaled_quotient(self, total: Array, a: Array, b: Array, factor: float, scratch: Array) -> None:
+        total.addcdiv_(a, b, value=factor)
+
+    def interpolate(self, total: Array, end: Array, weight: float, scratch: Array) -> None:
+        total.lerp_(end, weight)
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:

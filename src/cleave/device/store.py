@@ -31,6 +31,9 @@ class HeldOperand:
     ready_rows: int = 0
     """Leading rows received so far."""
     is_accumulator: bool = False
+    """Made here, by a backward task or a copy."""
+    is_reusable: bool = True
+    """Whether its memory may serve another operand once it is dropped: not if a task may still write or return it."""
 
     @property
     def is_whole(self) -> bool:
@@ -143,8 +146,7 @@ class OperandStore:
             if dropped is None:
                 continue
             self.used_bytes -= dropped.bytes
-            # A running task may still write to an accumulator or a state, so those are not reused.
-            if isinstance(dropped, HeldOperand) and not dropped.is_accumulator:
+            if isinstance(dropped, HeldOperand) and dropped.is_reusable:  # states never are: tasks write to them
                 self.spare_bytes += dropped.bytes
                 self._spare.append(dropped)
         self._trim(0)
@@ -176,16 +178,21 @@ class OperandStore:
 
     def accumulator(self, number: int, rows: int, cols: int) -> HeldOperand:
         """Return the accumulator of that number, created as zeros if missing."""
-        held = self._operands.get(number)
-        if held is None:
-            self._claim(number, rows * cols * DEVICE_BYTES)
-            held = self._operands[number] = HeldOperand(self._zeros(rows, cols), rows, cols, rows, is_accumulator=True)
-            self.used_bytes += held.bytes
+        held = self._operands.get(number) or self.make_accumulator(number, rows, cols)
         if not held.is_accumulator or (held.rows, held.cols) != (rows, cols):
             raise ProtocolError(
                 f"expected operand {number} to be an accumulator of {rows} x {cols}, but it is "
                 f"{'one' if held.is_accumulator else 'an operand'} of {held.rows} x {held.cols}"
             )
+        return held
+
+    def make_accumulator(self, number: int, rows: int, cols: int) -> HeldOperand:
+        """Create zeros under a number that must be free."""
+        self._claim(number, rows * cols * DEVICE_BYTES)
+        array = self._zeros(rows, cols)
+        held = HeldOperand(array, rows, cols, rows, is_accumulator=True, is_reusable=False)
+        self._operands[number] = held
+        self.used_bytes += held.bytes
         return held
 
     def expect_result(self, size: int) -> None:

@@ -19,8 +19,8 @@ from cleave.errors import ProtocolError
 from cleave.printable import LINE_CHARACTERS, NAME_CHARACTERS, printable
 from cleave.protocol.programs import Program
 
-VERSION = 3
-SCALE_TEST_VERSION = 1003
+VERSION = 4
+SCALE_TEST_VERSION = 1004
 """Stated by a device that returns zeros instead of computing. Servers refuse it like any other version, unless they
 were started for a test of their scale."""
 

@@ -1,8 +1,7 @@
-"""Encode matrices as bytes and decode them: fp32, bf16, fp16 and int8, little endian, row by row.
+"""Encode matrices as bytes and decode them: fp32, bf16, fp16 and q8 (`q8.py`), little endian, row by row.
 
-int8 has one scale per row, its largest magnitude / 127: the fp32 scales of all rows come first, then the numbers.
-Encoding rounds to nearest, ties to even. Callers with a faster implementation (torch) pass their own `Codec`, with
-identical results.
+In every format all rows have the same length, so that rows of an encoded matrix can be sliced. Encoding rounds to
+nearest, ties to even. Callers with a faster implementation (torch) pass their own `Codec`, with identical results.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ from numpy.typing import NDArray
 from cleave.core.cost.wire import WireFormat, encoded_bytes
 from cleave.core.model.batch import Matrix
 from cleave.errors import ProtocolError
+from cleave.protocol import q8
 from cleave.protocol.frames import Buffer
 
-Encoded = NDArray[np.uint8]
+Encoded = q8.Encoded
 """Contiguous bytes."""
 
 _BLOCK = 1 << 16  # elements converted at a time, to stay in cache
@@ -40,8 +40,8 @@ class NumpyCodec:
                     return np.ascontiguousarray(matrix, dtype="<f2").reshape(-1).view(np.uint8)
             case "bf16":
                 return _to_bf16(np.ascontiguousarray(matrix, dtype="<f4").reshape(-1))
-            case "int8":
-                return _to_int8(matrix)
+            case "q8":
+                return q8.encode(matrix)
 
     def decode_into(self, data: Buffer, format: WireFormat, out: Matrix, add: bool = False) -> None:
         """Decode into `out`, or add to it; its rows need not be contiguous."""
@@ -59,14 +59,23 @@ class NumpyCodec:
             case "bf16":
                 _from_bf16(np.frombuffer(data, dtype="<u2").reshape(rows, cols), out, add)
                 return
-            case "int8":
-                scales = np.frombuffer(data, dtype="<f4", count=rows).reshape(rows, 1)
-                with np.errstate(invalid="ignore", over="ignore"):  # scales of rows that are not finite
-                    values = np.frombuffer(data, dtype=np.int8, offset=4 * rows).reshape(rows, cols) * scales
+            case "q8":
+                q8.decode_into(np.frombuffer(data, dtype=np.uint8), out, add=add)
+                return
         if add:
             np.add(out, values, out=out)
         else:
             np.copyto(out, values)
+
+
+def cut_columns(data: Encoded, format: WireFormat, cols: int, part: tuple[int, int]) -> Encoded | None:
+    """Cut a range of columns out of encoded rows of `cols`; a view if it is all of them, None if it splits a block."""
+    if part == (0, cols):
+        return data
+    if format == "q8":
+        return q8.cut_columns(data, cols, *part)
+    width = encoded_bytes(format, 1, 1)
+    return data.reshape(-1, cols * width)[:, part[0] * width : part[1] * width].reshape(-1)
 
 
 def _to_bf16(flat: Matrix) -> Encoded:
@@ -90,13 +99,3 @@ def _from_bf16(values: NDArray[np.uint16], out: Matrix, add: bool) -> None:
             out[start : start + rows] += wide
         else:
             out[start : start + rows] = wide
-
-
-def _to_int8(matrix: Matrix) -> Encoded:
-    rows, cols = matrix.shape
-    out = np.empty(4 * rows + rows * cols, dtype=np.uint8)
-    with np.errstate(invalid="ignore"):  # NaN travels in the scale of its row
-        scales = np.maximum(np.abs(matrix).max(axis=1, initial=0.0), np.float32(1e-30)).astype("<f4") / np.float32(127)
-        out[: 4 * rows] = scales.view(np.uint8)
-        out[4 * rows :] = np.rint(matrix / scales[:, None]).astype(np.int8).reshape(-1).view(np.uint8)
-    return out

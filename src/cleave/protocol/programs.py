@@ -2,9 +2,9 @@
 
 `Gemm` is one block of a product. `Forward` and `Backward` take some rows of one sequence through parts of a model whose
 weights the device holds; `Collect` reads a gradient that backward tasks accumulated; `Hold` sends weights ahead.
-`SquareSum`, `Update` and `Copy` serve leased weights, whose optimizer runs on the device. A part is a residual sublayer, x + f(norm(x)); a head is the last norm, the vocabulary and the loss, so that logits never
-travel. A slice (some heads, some MLP columns, some of the vocabulary) returns f(norm(x)) alone, for the server to sum
-in fp32.
+`SquareSum`, `Update` and `Copy` serve leased weights, whose optimizer runs on the device. A part is a residual
+sublayer, x + f(norm(x)); a head is the last norm, the vocabulary and the loss, so that logits never travel. A slice
+(some heads, some MLP columns, some of the vocabulary) returns f(norm(x)) alone, for the server to sum in fp32.
 
 The same structs describe a whole model to the server, where a number refers to a `View` of a parameter.
 """

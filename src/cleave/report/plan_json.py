@@ -75,6 +75,8 @@ class StageJson(TypedDict):
     first: int
     count: int
     slices: int
+    leased: bool
+    snapshot_every: int | None
     params: int
     units: list[UnitJson]
 
@@ -118,6 +120,7 @@ class ColumnsJson(ChoiceJson):
     chunk: int
     down_bytes: float
     up_bytes: float
+    log_bytes: float
     left_out: list[LeftOutJson]
 
 
@@ -170,6 +173,7 @@ def _choice(choice: StepChoice) -> ChoiceJson:
         "chunk": max(plan.chunks),
         "down_bytes": plan.down_bytes,
         "up_bytes": plan.up_bytes,
+        "log_bytes": plan.log_bytes,
         "left_out": [{"device": device, "reason": reason} for device, reason in plan.left_out.items()],
     }
     return columns
@@ -186,6 +190,8 @@ def _stages(plan: ModelPlan) -> list[StageJson]:
             "first": stage.first,
             "count": stage.count,
             "slices": len(stage.columns),
+            "leased": stage.columns[0].is_leased,
+            "snapshot_every": stage.columns[0].snapshot_every or None,
             "params": sum(sublayer.params for sublayer in held),
             "units": [{"device": u.device, "slice": u.part, "tokens": list(u.tokens)} for u in of_stage],
         }

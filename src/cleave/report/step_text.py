@@ -103,6 +103,8 @@ def _show_columns(console: Console, plan: ModelPlan, profiles: Profiles) -> None
         f"{seconds(plan.fill_s)}; limited by {limit_text(plan.limit)}; through the server: down "
         f"{si(plan.down_bytes, 'B')}, up {si(plan.up_bytes, 'B')}"
     )
+    if plan.lease_states is not None:
+        _show_leases(console, plan)
     if plan.left_out:
         reasons = Counter(plan.left_out.values())
         told = "; ".join(f"{count:,} x {reason}" for reason, count in reasons.most_common())
@@ -111,6 +113,23 @@ def _show_columns(console: Console, plan: ModelPlan, profiles: Profiles) -> None
         console.print("every device takes part")
     worth = "; ".join(f"{kind} {seconds(saved)}" for kind, saved in worth_of_one_more(plan, profiles).items())
     console.print(f"adding one device would save about: {worth}")
+
+
+def _show_leases(console: Console, plan: ModelPlan) -> None:
+    """Say which columns are leased, how often snapshots are taken, and what the server logs in between."""
+    leased = [column for column in plan.columns if column.is_leased]
+    if not leased:
+        console.print("no column is leased: all are synchronized in every step")
+        return
+    for column in plan.columns:
+        holders = ", ".join(holding.device for holding in column.holdings)
+        how = f"leased, a snapshot every {column.snapshot_every} steps" if column.is_leased else "synchronized"
+        cut = f", slice {column.shard.index + 1} of {column.shard.of}" if column.shard.of > 1 else ""
+        console.print(f"  sublayers {column.shard.first + 1} to {column.shard.stop}{cut} on {holders}: {how}")
+    console.print(
+        f"{len(leased)} of {_counted(len(plan.columns), 'column')} leased: devices keep weights and optimizer state; "
+        f"the server logs up to {si(plan.log_bytes, 'B')} between snapshots"
+    )
 
 
 def _counted(count: int, noun: str) -> str:

@@ -13,7 +13,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from typing import TypeVar
 
 from cleave import events, settings
 from cleave.core.cost.rates import Server
+from cleave.core.cost.streams import stream_format
 from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.decoder import Decoder
@@ -48,6 +49,7 @@ from cleave.server.planning import Planning, Snapshot
 from cleave.server.resident.activations import Batched
 from cleave.server.resident.audit_case import Replay
 from cleave.server.resident.audits import Audits, AuditTotals
+from cleave.server.resident.lease import Lease, Lent
 from cleave.server.resident.results import ResidentResults
 from cleave.server.resident.run import ResidentRun
 from cleave.server.server_cost import BYTE_S, TASK_S, Handling
@@ -128,6 +130,7 @@ class Cluster:
             ),
             arrange=arrange,
             audited=self._audited,
+            lenders=self._lenders,
         )
         self._clock = StepClock(self.planning.experience)
         self._latest: PassChoice | None = None
@@ -151,6 +154,7 @@ class Cluster:
         self._products = self._products_then = 0
         self._is_unused = False
         self._is_closed = False
+        self._closing: list[Callable[[], None]] = []
         self._waiting_lock, self._waiting, self._waiting_since, self._waiting_s = threading.Lock(), 0, 0.0, 0.0
         self._cpu_since = self._waiting_cpu_s = 0.0
 
@@ -206,9 +210,13 @@ class Cluster:
         plan: LinearPlan | None,
         *,
         priority: int = 1,
+        format: WireFormat | None = None,
     ) -> Future[list[Matrix]]:
-        """Start a product of staged tensors; its outputs are fp32. Without a plan it waits for a device."""
-        product, format = Product(role, a, b), a[0].format
+        """Start a product of staged tensors; its outputs are fp32. Without a plan it waits for a device.
+
+        Results travel in `format`, by default that of the first operand.
+        """
+        product, format = Product(role, a, b), format or a[0].format
         blocks, inner = plan.blocks[role] if plan is not None else (), (0, product.gemm.k)
         has_sums = not blocks or any(block.inner != inner for block in blocks)
         run = GemmRun(
@@ -224,14 +232,39 @@ class Cluster:
         self._start(run)
         return run.done
 
-    def run(self, decoder: Decoder, batch: Batched, plan: ResidentPlan | None = None) -> ResidentRun:
-        """Start a batch through a decoder's resident layers, under the plan made for it."""
+    def lease(self, decoder: Decoder, plan: ResidentPlan, lent: Mapping[int, Lent]) -> Lease:
+        """Prepare to lend parameters to the devices that hold them alone under a plan."""
+        self.check_open()
+        return Lease(
+            decoder,
+            plan,
+            lent,
+            operands=self._driver.operands,
+            ids=self._ids,
+            fleet=self._fleet,
+            post=self._driver.post_soon,
+        )
+
+    def run(
+        self,
+        decoder: Decoder,
+        batch: Batched,
+        plan: ResidentPlan | None = None,
+        lease: Lease | None = None,
+        *,
+        is_exact: bool = False,
+    ) -> ResidentRun:
+        """Start a batch through a decoder's resident layers, under the plan made for it.
+
+        With a lease, the plan is the lease's. `is_exact` brings gradients of weights back in fp32, whatever the wire.
+        """
         run = ResidentRun(
             decoder,
             batch,
             plan,
             ResidentResults(decoder, self._codec, self._driver.operands, self._replay, self._audit_totals),
             format=self.wire,
+            gradient_format="fp32" if is_exact else stream_format("weight gradient", self.wire),
             operands=self._driver.operands,
             ids=self._ids,
             fleet=self._fleet,
@@ -243,9 +276,17 @@ class Cluster:
                 totals=self._audit_totals,
             ),
             post=self._driver.post_soon,
+            lease=lease,
         )
+        if lease is not None:
+            lease.follow(run)
         self._start(run)
         return run
+
+    def intact(self, lease: Lease) -> frozenset[int]:
+        """Leased parameters that their devices still hold."""
+        with self._lock:
+            return lease.intact
 
     def _start(self, run: Run) -> None:
         self.check_open()
@@ -280,6 +321,15 @@ class Cluster:
                 "the fleet is closed; keep it open while you train, or continue without it after "
                 "cleave.undistribute(model)"
             )
+
+    def before_closing(self, call: Callable[[], None]) -> None:
+        """Have something done, in the owner's thread, before the fleet closes."""
+        self._closing.append(call)
+
+    def prepare_closing(self) -> None:
+        """Do what was asked for before closing; devices are still there."""
+        for call in self._closing if not self._is_closed else ():
+            call()
 
     @contextmanager
     def vouching(self) -> Generator[Vouching]:
@@ -370,6 +420,16 @@ class Cluster:
                 if member.level != "own"
             }
         return {name: share for name, share in shares.items() if share}
+
+    def _lenders(self) -> frozenset[DeviceId]:
+        """Devices that may keep weights: the owner's own, as what they do by themselves cannot be checked."""
+        with self._lock:
+            members, convicted = list(self.engine.roster.members.values()), self.engine.vouching.is_convicted
+            return frozenset(
+                DeviceId(member.name)
+                for member in members
+                if member.level == "own" and not convicted(member.key or "") and member.name != STAND_IN
+            )
 
     def _plan_again(self, run: Run) -> object:
         assert isinstance(run, ResidentRun), "only passes ask for plans"

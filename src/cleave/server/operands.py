@@ -2,7 +2,8 @@
 
 A tensor's identity outlives its numbers: between forward and backward the numbers may be gone (checkpointing), while
 devices still hold the slices they were sent. `bind` provides the numbers while something may be sent. When a tensor is
-no longer referenced, its slices are released on all devices. Row slices are views; column slices are gathered.
+no longer referenced, its slices are released on all devices. Row slices are views; column slices are gathered, or
+encoded by themselves where they would split a block of q8.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from cleave.core.cost.wire import DEVICE_BYTES, WireFormat, encoded_bytes
 from cleave.core.model.batch import Matrix
 from cleave.core.schedule.tasks import Operand, OperandId
 from cleave.protocol.messages import Store
-from cleave.protocol.numbers import Codec, Encoded
+from cleave.protocol.numbers import Codec, Encoded, cut_columns
 
 STRIP_BYTES = 1 << 20
 
@@ -48,21 +49,24 @@ class Tensor:
 
     def payload(self, rows: Range, cols: Range, codec: Codec) -> memoryview:
         """Return some rows of some columns in wire format; full-width rows of the cached encoding are views."""
-        whole_width = cols == (0, self.cols)
-        if self.format == "int8" or self._encoded is None:
+        if self._encoded is None:
             matrix = self._matrix
             assert matrix is not None, "numbers are bound while something may be sent"
-            part = matrix[rows[0] : rows[1], cols[0] : cols[1]]
-            if self.format == "int8" or (self.format == "fp32" and not (whole_width and matrix.flags.c_contiguous)):
-                return codec.encode(part, self.format).data
+            whole_width = cols == (0, self.cols)
+            if self.format == "fp32" and not (whole_width and matrix.flags.c_contiguous):  # encoding would copy it all
+                return codec.encode(matrix[rows[0] : rows[1], cols[0] : cols[1]], self.format).data
             self._encoded = codec.encode(matrix, self.format)
-        encoded = self._encoded
-        size = len(encoded) // self.rows
-        if whole_width:
-            return encoded[rows[0] * size : rows[1] * size].data
-        width = size // self.cols
-        table = encoded.reshape(self.rows, size)[rows[0] : rows[1], cols[0] * width : cols[1] * width]
-        return np.ascontiguousarray(table).reshape(-1).data
+        size = len(self._encoded) // self.rows
+        found = cut_columns(self._encoded[rows[0] * size : rows[1] * size], self.format, self.cols, cols)
+        if found is None:  # a block of q8 would be split
+            found = codec.encode(self._numbers(rows, codec)[:, cols[0] : cols[1]], self.format)
+        return found.data
+
+    def _numbers(self, rows: Range, codec: Codec) -> Matrix:
+        """Return whole rows as exactly as they are known here."""
+        if self._matrix is not None:
+            return self._matrix[rows[0] : rows[1]]
+        return self.values(rows, (0, self.cols), codec)
 
     def values(self, rows: Range, cols: Range, codec: Codec) -> Matrix:
         """Return the same as numbers, rounded as a device sees them; a view where nothing is rounded."""
@@ -153,6 +157,10 @@ class Operands:
     def made(self, size: int) -> Operand:
         """Create an identity for an operand that a device makes itself."""
         return Operand(id=OperandId(next(self._ids)), bytes=size, is_made=True)
+
+    def drop(self, operands: Iterable[Operand]) -> None:
+        """Release operands that devices made themselves; from any thread."""
+        self._released(tuple(operand.id for operand in operands))
 
     def strips(self, operand: OperandId) -> Iterator[tuple[Store, memoryview]]:
         return self._slices[operand].strips(self._codec)

@@ -18,7 +18,7 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from cleave.core.cost.rates import Server
-from cleave.core.fleet.profiles import Profiles
+from cleave.core.fleet.profiles import DeviceId, Profiles
 from cleave.core.model.decoder import Decoder
 from cleave.core.model.gemms import Linear
 from cleave.core.plan.choose import (
@@ -36,7 +36,7 @@ from cleave.core.plan.choose import (
 )
 from cleave.core.plan.experience import OFF, Experience
 from cleave.core.plan.resident.small_fleet import plan_columns
-from cleave.core.plan.resident.stages import Column, ResidentPlan, Stage
+from cleave.core.plan.resident.stages import ResidentPlan, Stage
 from cleave.errors import InfeasibleError
 from cleave.server.plan_process import PlanProcess
 
@@ -77,10 +77,14 @@ class Planning:
         tell: Callable[[PassChoice], None],
         arrange: Arrange = plan_columns,
         audited: Callable[[], Mapping[str, float]] = dict,
+        lenders: Callable[[], frozenset[DeviceId] | None] = lambda: None,
     ) -> None:
-        """`tell` hears of each new choice of a grain for training; `audited` is as in `choose_pass`."""
+        """`tell` hears of each new choice of a grain for training; `audited` is as in `choose_pass`.
+
+        `lenders` says which devices may keep what they train; None for all.
+        """
         self._setting, self._fleet, self._tell, self._arrange = setting, fleet, tell, arrange
-        self._audited = audited
+        self._audited, self._lenders = audited, lenders
         self._process = PlanProcess()
         self._lock = threading.RLock()
         self._adopted: Snapshot = (-1, None)
@@ -173,7 +177,7 @@ class Planning:
             choose_pass,
             work,
             profiles,
-            self._setting,
+            self._pass_setting,
             local,
             must=must,
             previous=self._previous(work),
@@ -189,7 +193,7 @@ class Planning:
             work = next((work for work, plan in self._standing.items() if plan is choice.plan), None)
         if work is None or choice.plan is None or profiles is None or len(profiles) > _REMODELED_DEVICES:
             return None
-        plan = replan_pass(work, profiles, self._setting, choice.plan)
+        plan = replan_pass(work, profiles, self._pass_setting, choice.plan)
         return None if plan is None else resident_seconds(plan, work, local, self._audited())
 
     def plan_again(self, work: PassWork, unable: Collection[str], barred: Collection[str]) -> ResidentPlan:
@@ -244,7 +248,11 @@ class Planning:
 
     def _place(self, work: PassWork, profiles: Profiles) -> ResidentPlan:
         previous, arrange = self._previous(work), self._arrange
-        return self._call(profiles, plan_pass, work, profiles, self._setting, previous=previous, arrange=arrange)
+        return self._call(profiles, plan_pass, work, profiles, self._pass_setting, previous=previous, arrange=arrange)
+
+    @property
+    def _pass_setting(self) -> Setting:
+        return replace(self._setting, lenders=self._lenders())
 
     def _remember(self, work: PassWork, plan: ResidentPlan) -> None:
         self.latest = plan
@@ -295,6 +303,6 @@ def _for_decoder(plan: ResidentPlan, decoder: Decoder, planned: Decoder) -> Resi
     *others, last = plan.stages
     if last.count == 1:
         return replace(plan, stages=tuple(others))
-    ((shard, holdings),) = last.columns  # only single sublayers are sliced
-    without_head = Column(replace(shard, count=shard.count - 1), holdings)
+    (column,) = last.columns  # only single sublayers are sliced
+    without_head = column._replace(shard=replace(column.shard, count=column.shard.count - 1))
     return replace(plan, stages=(*others, Stage(columns=(without_head,))))

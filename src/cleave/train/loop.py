@@ -215,6 +215,7 @@ class _Trainer:
         config, self._forward, self._interrupts = self._config, forward, interrupts
         forward.train()
         self._overlaps = config.overlap and self._enable_overlap(forward)
+        decoder.know(forward, self._optimizer)
         reason = "stopped"
         try:
             while self._position.step < config.steps or self._evaluated[0] != self._position.step:

@@ -23,7 +23,18 @@ from cleave.protocol import messages
 from cleave.protocol.frames import Buffer, parts
 from cleave.protocol.messages import AnyMessage, CancelTasks, Drop, Failed, Hello, Probed, Result, RunTask, Store
 from cleave.protocol.numbers import NumpyCodec
-from cleave.protocol.programs import Backward, Collect, Forward, GemmProgram, Hold, Program, operands
+from cleave.protocol.programs import (
+    Backward,
+    Collect,
+    Copy,
+    Forward,
+    GemmProgram,
+    Hold,
+    Program,
+    SquareSum,
+    Update,
+    operands,
+)
 from cleave.transport.base import Channel, Received
 
 Kind = Literal[
@@ -311,7 +322,9 @@ def _result_elements(program: Program, shapes: dict[int, tuple[int, int]]) -> in
     match program:
         case GemmProgram() | Collect():
             return program.rows * program.cols
-        case Forward(is_silent=True) | Backward(wants_dx=False) | Hold():
+        case SquareSum(accumulators=accumulators):
+            return len(accumulators)
+        case Forward(is_silent=True) | Backward(wants_dx=False) | Hold() | Update() | Copy():
             return 1
         case Forward() | Backward():
             rows, cols = shapes.get(program.x, (1, 1))

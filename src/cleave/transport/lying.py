@@ -1,25 +1,27 @@
 """A device that lies: falsify chosen results between an honest worker and its channel, for tests and benchmarks.
 
-Unlike the faults of `faulty.py`, a lie may wait, be rare, be small, or concern one kind of result only.
+Unlike the faults of `faulty.py`, a lie may wait, be rare, be small, or concern one kind of result only. An update
+returns nothing to falsify: a device that lies there changes its weights by a gradient of another scale.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import msgspec
 import numpy as np
 
 from cleave.core.model.batch import Matrix
 from cleave.protocol.frames import Buffer
 from cleave.protocol.messages import AnyMessage, Result, RunTask
 from cleave.protocol.numbers import NumpyCodec
-from cleave.protocol.programs import Backward, Collect, Forward, Program
+from cleave.protocol.programs import Backward, Collect, Forward, Program, SquareSum, Update
 from cleave.transport.base import Channel
 from cleave.transport.faulty import FaultyChannel, Received
 
-ResultKind = Literal["product", "forward", "backward", "collect"]
+ResultKind = Literal["product", "forward", "backward", "collect", "square_sum", "update"]
 Manner = Literal["random", "scaled", "flipped", "stale", "zeros", "one row", "nan"]
 
 
@@ -80,17 +82,28 @@ class LyingChannel(FaultyChannel):
         received = await super().receive()
         if isinstance(received.message, RunTask):
             self._kinds[received.message.task] = _kind(received.message.program)
+            return replace(received, message=self._misread(received.message))
         return received
 
     async def send(self, message: AnyMessage, payload: Buffer = b"") -> None:
-        if isinstance(message, Result) and message.rows * message.cols > 1 and self._is_concerned(message):
+        if isinstance(message, Result) and self._is_concerned(message):
             values, codec = np.empty((message.rows, message.cols), dtype=np.float32), NumpyCodec()
             codec.decode_into(payload, message.format, values)
             payload = codec.encode(self._lie.spoil(values), message.format).data
         await super().send(message, payload)
 
     def _is_concerned(self, result: Result) -> bool:
-        return self._kinds.get(result.task) in self._lie.kinds
+        kind = self._kinds.get(result.task)
+        has_numbers = result.rows * result.cols > 1 or kind == "square_sum"
+        return has_numbers and kind in self._lie.kinds
+
+    def _misread(self, message: RunTask) -> RunTask:
+        """Return the task that the device carries out instead."""
+        program = message.program
+        if not isinstance(program, Update) or "update" not in self._lie.kinds:
+            return message
+        scale = float(self._lie.spoil(np.array([[program.scale]], dtype=np.float32))[0, 0])
+        return msgspec.structs.replace(message, program=msgspec.structs.replace(program, scale=scale))
 
 
 def _kind(program: Program) -> ResultKind:
@@ -101,5 +114,9 @@ def _kind(program: Program) -> ResultKind:
             return "backward"
         case Collect():
             return "collect"
+        case SquareSum():
+            return "square_sum"
+        case Update():
+            return "update"
         case _:
             return "product"

@@ -70,7 +70,7 @@ def check(plan: ModelPlan, fleet: Profiles) -> None:
             held = shard_costs(
                 of, *(np.array([x]) for x in (stage.first, stage.count, len(stage.columns))), chunk=chunk
             )
-            for _, holdings in stage.columns:
+            for holdings in (column.holdings for column in stage.columns):
                 for name, sequences, keeps in holdings:
                     device, level = places[name], np.array([[KEEPINGS.index(keeps)]])
                     rows = sequences * plan.sequence
@@ -219,7 +219,7 @@ def test_the_order_of_devices_changes_nothing(seed: int) -> None:
 def test_a_narrower_wire_is_faster_and_a_server_cap_is_not() -> None:
     fleet = fleets.usual(16, 7)
     free = planned(fleet).step_s
-    assert planned(fleet, wire="int8").step_s < free < planned(fleet, wire="fp32").step_s
+    assert planned(fleet, wire="q8").step_s < free < planned(fleet, wire="fp32").step_s
     capped = planned(fleet, server=Server(down_bytes_per_s=1e6, up_bytes_per_s=1e6))
     assert capped.step_s > free
     assert capped.limit == "server"

@@ -14,11 +14,12 @@ from tests.support import fleets
 from cleave.core.cost.rates import Server
 from cleave.core.cost.resident import compute_s_per_row, shard_costs, sum_up
 from cleave.core.cost.terms import live_terms
-from cleave.core.fleet.profiles import Profiles
+from cleave.core.fleet.profiles import DeviceId, Profiles
 from cleave.core.model.keeping import KEEPINGS
 from cleave.core.model.sublayers import Sublayer, SublayerKind
-from cleave.core.plan.resident.small_fleet import plan_columns
-from cleave.core.plan.resident.stages import Draft, Problem, ResidentPlan, judge
+from cleave.core.plan.resident.problem import Leasing, Problem, pose
+from cleave.core.plan.resident.small_fleet import judge_again, plan_columns
+from cleave.core.plan.resident.stages import Draft, ResidentPlan, judge
 from cleave.errors import InfeasibleError, InputError
 
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)
@@ -60,16 +61,29 @@ def planned(
     server: Server | None = None,
     previous: ResidentPlan | None = None,
 ) -> ResidentPlan:
-    return plan_columns(
+    return plan_columns(posed(fleet, sublayers, sequences, medium, server), previous=previous)
+
+
+def posed(
+    fleet: Profiles,
+    sublayers: tuple[Sublayer, ...],
+    sequences: int = 16,
+    medium: float = inf,
+    server: Server | None = None,
+    cores: float = inf,
+    leasing: Leasing | None = None,
+) -> Problem:
+    return pose(
         fleet,
         sublayers,
         hidden=H,
         sequences=sequences,
         sequence=S,
-        wire="bf16",
+        terms=live_terms("bf16"),
         server=server,
         medium_bytes_per_s=medium,
-        previous=previous,
+        cores=cores,
+        leasing=leasing,
     )
 
 
@@ -88,7 +102,8 @@ def check(plan: ResidentPlan, fleet: Profiles, sublayers: tuple[Sublayer, ...], 
     for stage in plan.stages:
         shard = (np.array([x]) for x in (stage.first, stage.count, len(stage.columns)))
         held = shard_costs(of, *shard, chunk=plan.chunk)
-        for shard, holdings in stage.columns:
+        for column in stage.columns:
+            shard, holdings = column.shard, column.holdings
             assert (shard.first, shard.count, shard.of) == (stage.first, stage.count, len(stage.columns))
             assert sum(one.sequences for one in holdings) == pytest.approx(sequences), "each row is covered once"
             assert all(one.sequences > 0 for one in holdings)
@@ -121,13 +136,7 @@ def test_any_plan_is_sound(
 @given(some_fleets, st.integers(1, 3), st.integers(1, 12))
 def test_neither_a_single_device_nor_data_parallelism_is_faster(fleet: Profiles, layers: int, sequences: int) -> None:
     sublayers = model(layers)
-    problem = Problem(
-        sums=sum_up(sublayers, hidden=H, sequence=S, terms=live_terms("bf16")),
-        sequences=sequences,
-        profiles=fleet,
-        server=Server(),
-        medium_bytes_per_s=inf,
-    )
+    problem = posed(fleet, sublayers, sequences)
     everyone = tuple(range(len(fleet)))
     ways = [(device,) for device in everyone] + [everyone]
     simple = [judge(problem, [Draft(0, len(sublayers), (way,))], 64, is_played=True) for way in ways]
@@ -152,8 +161,7 @@ def test_equal_devices_on_a_slow_medium_become_a_pipeline_when_weights_are_train
 
 def test_devices_of_one_machine_are_no_faster_than_its_cores() -> None:
     def of(cores: float) -> ResidentPlan:
-        options = {"hidden": H, "sequences": 16, "sequence": S, "cores": cores}
-        return plan_columns(equal(4, link=1e9), model(4), wire="bf16", **options)
+        return plan_columns(posed(equal(4, link=1e9), model(4), cores=cores))
 
     def compute_s(plan: ResidentPlan) -> float:
         of = sum_up(model(4), hidden=H, sequence=S, terms=live_terms("bf16"))
@@ -173,13 +181,7 @@ def test_when_memory_holds_few_sequences_they_take_turns() -> None:
     least = shard_costs(layers, np.array([0, 4]), np.array([4, 5]), np.array([1, 1]), chunk=64).memory_bytes.max()
 
     def of(memory: float) -> ResidentPlan:
-        problem = Problem(
-            sums=layers,
-            sequences=16,
-            profiles=equal(2, memory=memory),
-            server=Server(),
-            medium_bytes_per_s=inf,
-        )
+        problem = posed(equal(2, memory=memory), model(4, trained=False))
         halves = [Draft(4 * n, 4 + n, ((n,),)) for n in (0, 1)]
         plan = judge(problem, halves, 64)
         assert plan is not None
@@ -272,3 +274,126 @@ def test_latency_is_paid_for_every_hop_of_a_chunk() -> None:
     memory = 8 * sum(s.params for s in sublayers) / 2
     near, far = (planned(equal(4, memory=memory, latency=latency), sublayers) for latency in (0.0, 0.5))
     assert far.fill_s >= near.fill_s + 2 * 0.5 * (len(far.stages) - 1)
+
+
+# ------------------------------------------------------------------------------------------------ leases
+
+ADAM = Leasing(states=2)
+
+
+def leased(plan: ResidentPlan) -> list[bool]:
+    return [column.is_leased for stage in plan.stages for column in stage.columns]
+
+
+@settings(phases=QUICK, max_examples=15)
+@given(some_fleets, st.integers(1, 4), st.booleans(), st.integers(1, 12), st.sampled_from([inf, 3e7]))
+def test_leases_never_make_a_step_slower_and_have_one_holder_each(
+    fleet: Profiles, layers: int, trained: bool, sequences: int, medium: float
+) -> None:
+    problem = posed(fleet, model(layers, trained=trained), sequences, medium, leasing=ADAM)
+    try:
+        plan, synchronized = plan_columns(problem), plan_columns(replace(problem, leasing=None))
+    except InfeasibleError:
+        return
+    assert plan.step_s <= synchronized.step_s
+    assert not any(leased(synchronized))
+    for stage in plan.stages:
+        for column in stage.columns:
+            assert not column.is_leased or (len(column.holdings) == 1 and column.shard.of == 1)
+            assert (column.snapshot_every > 0) == column.is_leased
+
+
+def test_on_slow_links_every_stage_is_leased_and_only_activations_and_snapshots_travel() -> None:
+    fleet, sublayers = equal(3, link=2e6), model(6)
+    plan = plan_columns(posed(fleet, sublayers, leasing=ADAM))
+    assert len(plan.stages) == 3
+    assert all(leased(plan))
+    rows = 16 * S * 2 * 2 * H * 2 + 16 * S * (2 * H + 12)  # x and dy of two stages; x, target and logsumexp of the head
+    assert plan.down_bytes == pytest.approx(rows)
+    trained = sum(sublayer.trained for sublayer in sublayers)
+    every = [column.snapshot_every for stage in plan.stages for column in stage.columns]
+    rows = 16 * S * (2 * 2 * H * 2 + 2 * H + 8)
+    assert rows + 12 * trained / max(every) <= plan.up_bytes * 1.001
+    assert plan.up_bytes <= rows + 12 * trained / min(every)
+    assert plan.step_s < 0.4 * plan_columns(posed(fleet, sublayers)).step_s
+
+
+def test_the_formula_and_the_timeline_of_a_leased_pipeline_agree() -> None:
+    problem = posed(equal(3, link=2e6), model(6), leasing=ADAM)
+    stages = [Draft(0, 4, ((0,),)), Draft(4, 5, ((1,),)), Draft(9, 4, ((2,),))]
+    formula, timeline = (judge(problem, stages, 128, is_played=is_played) for is_played in (False, True))
+    assert formula is not None
+    assert timeline is not None
+    assert timeline.step_s == pytest.approx(formula.step_s, rel=0.15)
+    assert timeline.arrangement == formula.arrangement
+
+
+def test_a_column_of_two_is_synchronized() -> None:
+    problem = posed(equal(2), model(2), leasing=ADAM)
+    plan = judge(problem, [Draft(0, 5, ((0, 1),))], 64)
+    assert plan is not None
+    assert leased(plan) == [False]
+    assert plan == judge(replace(problem, leasing=None), [Draft(0, 5, ((0, 1),))], 64)
+
+
+def test_slices_are_synchronized() -> None:
+    plan = judge(posed(equal(2), model(2), leasing=ADAM), [Draft(0, 4, ((0,),)), Draft(4, 1, ((0,), (1,)))], 64)
+    assert plan is not None
+    assert leased(plan) == [True, False, False]
+
+
+def test_a_device_that_may_not_lend_is_synchronized() -> None:
+    leasing = Leasing(states=2, lenders=frozenset({DeviceId("d1")}))
+    plan = judge(posed(equal(2), model(2), leasing=leasing), [Draft(0, 2, ((0,),)), Draft(2, 3, ((1,),))], 64)
+    assert plan is not None
+    assert leased(plan) == [False, True]
+
+
+@pytest.mark.parametrize("states", [0, 1, 2])
+def test_a_lease_takes_memory_for_the_optimizer_state(states: int) -> None:
+    sublayers, stages = model(2), [Draft(0, 5, ((0,),))]
+    whole = shard_costs(posed(equal(1), sublayers).sums, *np.array([[0], [5], [1]]), chunk=64).memory_bytes[0]
+    needed = whole + 4 * states * sum(sublayer.trained for sublayer in sublayers)
+    for memory, is_leased in ((needed, True), (needed - 1, states == 0)):
+        problem = posed(equal(1, memory=memory), sublayers, leasing=Leasing(states=states))
+        plan = judge(problem, stages, 64)
+        if memory < whole:
+            assert plan is None
+            continue
+        assert plan is not None
+        assert leased(plan) == [is_leased]
+
+
+def test_a_log_without_room_for_a_few_steps_forbids_leases() -> None:
+    def of(log_bytes: float) -> ResidentPlan:
+        return plan_columns(posed(equal(1), model(2), leasing=Leasing(states=2, log_bytes=log_bytes)))
+
+    step_bytes = 16 * S * (2 * H + 12)
+    assert not any(leased(of(5.9 * step_bytes)))
+    plan = of(6 * step_bytes)
+    assert all(leased(plan))
+    assert plan.log_bytes == 6 * step_bytes
+    assert of(1e9 * step_bytes).log_bytes <= 256 * step_bytes
+
+
+def test_weights_that_the_server_updates_travel_even_if_the_rest_is_leased() -> None:
+    *parts, head = model(2)
+    tied = (*parts, replace(head, unleased=head.trained))
+    free, bound = (plan_columns(posed(equal(1), sublayers, leasing=ADAM)) for sublayers in ((*parts, head), tied))
+    assert leased(free) == leased(bound) == [True]
+    assert bound.down_bytes == pytest.approx(free.down_bytes + 2 * head.trained)
+
+
+def test_an_existing_plan_is_leased_once_that_is_allowed_and_stays_so() -> None:
+    fleet, sublayers = equal(3, link=2e6), model(6)
+    before = planned(fleet, sublayers)
+    assert len(before.stages) > 1
+    later = plan_columns(posed(fleet, sublayers, leasing=ADAM), previous=before)
+    assert any(leased(later))
+    again = judge_again(posed(fleet, sublayers, leasing=ADAM), later)
+    assert again is not None
+    assert again.arrangement == later.arrangement
+    assert later.arrangement != before.arrangement
+    kept = judge_again(posed(fleet, sublayers, leasing=ADAM), before)
+    assert kept is not None
+    assert not any(leased(kept)), "the same arrangement, as it is"

@@ -56,9 +56,9 @@ def test_only_equal_shapes_share_a_plan() -> None:
 
 def test_each_gemm_is_planned_as_it_would_be_on_its_own() -> None:
     fleet, server = fleets.usual(6, 5), Server(down_bytes_per_s=2e7, flops_per_s=1e11)
-    step = plan_step(fleet, named("opt-1.3b"), 512, sequence=256, wire="int8", server=server, split="2d")
+    step = plan_step(fleet, named("opt-1.3b"), 512, sequence=256, wire="q8", server=server, split="2d")
     for segment in step.segments[:3]:
-        alone = plan_gemm(fleet, segment.what.gemm, wire="int8", server=server, split="2d")
+        alone = plan_gemm(fleet, segment.what.gemm, wire="q8", server=server, split="2d")
         assert segment.plan.makespan_s == alone.makespan_s
 
 

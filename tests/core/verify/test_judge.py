@@ -46,7 +46,7 @@ def test_every_lie_is_detected(format: WireFormat, lie: str) -> None:
             case "random":
                 c = rng.standard_normal(c.shape, dtype=np.float32) * c.std()
             case "element":
-                c[rng.integers(m), rng.integers(n)] += 6 * c.std() if format == "int8" else 2 * c.std()
+                c[rng.integers(m), rng.integers(n)] += 6 * c.std() if format == "q8" else 2 * c.std()
             case "scaled":
                 c = c * np.float32(1.1)
             case "flipped":

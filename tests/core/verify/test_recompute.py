@@ -88,7 +88,7 @@ def test_lies_are_judged_wrong(lie: str, format: WireFormat) -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_skipping_a_layer_is_judged_wrong(format: WireFormat) -> None:
-    """Returning x for x + f(x), where f(x) is a fiftieth of x: less than one int8 step."""
+    """Returning x for x + f(x), where f(x) is a fiftieth of x: about one q8 step."""
     x, f = drawn(32, 256, 0), drawn(32, 256, 1) / np.float32(50)
     assert disagreement(rounded(x, format), rounded(x + f, format), format) > 1
 

@@ -231,7 +231,7 @@ def test_released_tensors_are_staged_again_with_the_same_numbers() -> None:
     np.testing.assert_array_equal(values(found.x(0, 1, 0)), before)
 
 
-@pytest.mark.parametrize("format", ["bf16", "fp16", "int8"])
+@pytest.mark.parametrize("format", ["bf16", "fp16", "q8"])
 def test_only_activations_are_rounded(format: WireFormat) -> None:
     """Positions, masks, targets and the head's gradients are few, and sensitive to rounding."""
     rng, tokens = np.random.default_rng(0), 8

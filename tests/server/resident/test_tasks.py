@@ -86,6 +86,7 @@ class Layout:
             plan,
             activations,
             format="fp32",
+            gradient_format="fp32",
             operands=operands,
             ids=itertools.count(1),
             course=course,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -321,14 +322,38 @@ def test_half_precision_parameters_are_sent_as_they_are_and_get_half_precision_g
 
 
 def test_vectors_stay_fp32_on_a_narrow_wire() -> None:
-    columns = LocalColumns(wire="int8")
+    columns = LocalColumns(wire="q8")
     model, reference = pair("opt", columns)
     ours, theirs = (one(input_ids=tokens(0), labels=tokens(0)).loss.item() for one in (model, reference))
     assert ours == pytest.approx(theirs, rel=0.05)
     assert {(min(operand.rows, 2), operand.format) for operand in columns.passes[0][1].operands} == {
         (1, "fp32"),
-        (2, "int8"),
+        (2, "q8"),
     }
+
+
+def test_gradients_of_logits_keep_16_bits_on_an_8_bit_wire() -> None:
+    columns = _Formats(wire="q8")
+    model = make("llama")
+    distribute(model, columns, grain="gemm", offload="always")
+    model(input_ids=tokens(0), labels=tokens(0)).loss.backward()
+    vocabulary = model.config.vocab_size
+    dy_of_head = {(role, *formats) for role, cols, formats in columns.seen if role != "forward" and cols == vocabulary}
+    assert dy_of_head == {("grad_input", "bf16", "q8"), ("grad_weight", "bf16", "q8")}
+    assert {formats for role, cols, formats in columns.seen if role == "forward" or cols != vocabulary} == {
+        ("q8", "q8")
+    }
+
+
+@dataclass
+class _Formats(LocalColumns):
+    """Records the role, the width of the first operand, and the formats of it and of the result."""
+
+    seen: list[tuple[str, int, tuple[str, str]]] = field(default_factory=list)
+
+    def submit(self, role: Any, a: Any, b: Any, plan: Any, **options: Any) -> Any:
+        self.seen.append((role, a[0].cols, (a[0].format, options["format"])))
+        return super().submit(role, a, b, plan, **options)
 
 
 def test_frozen_parameters_get_no_gradient(columns: LocalColumns) -> None:

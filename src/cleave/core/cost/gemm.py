@@ -44,7 +44,7 @@ _SCAN, _GOLDEN = 16, 26
 class UnitCosts:
     """Cost of one element per device: the profile seen through a wire format."""
 
-    wire_bytes: int
+    wire_bytes: float
     down_s: Floats
     """seconds to receive one operand element"""
     mac_s: Floats

@@ -15,6 +15,9 @@ _CLEARLY = 1.5
 THIN_ROWS = 40
 """Rows that take as long to multiply as their weights take to read. Blocks of a Llama in numpy, hidden 512: 16 rows at
 a time ran at 20 GFLOP/s, 64 at 45, 256 at 60."""
+_FAST_FLOPS_PER_S = 1.3e12
+_READ_BYTES_PER_S = 20e9
+"""Rate at which a device reads its weights; twice that from `_FAST_FLOPS_PER_S` up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,3 +62,8 @@ class Pace(NamedTuple):
 def thin_effort(rows: Real) -> Real:
     """Seconds per operation on few rows relative to many: reading the weights is amortized over fewer rows."""
     return 1 + THIN_ROWS / rows
+
+
+def read_bytes_per_s(flops_per_s: Floats) -> Floats:
+    """Rate at which a device of that speed passes over its memory: an assumption, as profiles do not say."""
+    return np.where(flops_per_s > _FAST_FLOPS_PER_S, 2 * _READ_BYTES_PER_S, _READ_BYTES_PER_S)

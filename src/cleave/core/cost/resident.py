@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cleave.core.cost.rates import Real, thin_effort
+from cleave.core.cost.rates import Real, read_bytes_per_s, thin_effort
 from cleave.core.cost.terms import STATE_NUMBER_BYTES, Terms
 from cleave.core.cost.wire import DEVICE_BYTES
 from cleave.core.fleet.profiles import Bools, Floats, Ints, Profiles
@@ -28,9 +28,6 @@ TARGET_BYTES = 4
 """The head's target, per row."""
 LOGSUMEXP_BYTES = 8
 """Forward result of the head per row (logsumexp, target logit, fp32), which it gets back once slices are summed."""
-_FAST_FLOPS_PER_S = 1.3e12
-_READ_BYTES_PER_S = 20e9
-"""Rate at which a device reads its weights; twice that from `_FAST_FLOPS_PER_S` up."""
 
 
 class Products(NamedTuple):
@@ -120,7 +117,7 @@ def effective_flops_per_s(flops_per_s: Floats, chunk: int, terms: Terms) -> Floa
     """FLOP/s including the reading of weights, once per chunk: the smaller the chunk, the more that costs."""
     if terms.is_thin:
         return flops_per_s / thin_effort(chunk)
-    read_s = terms.resident_bytes / np.where(flops_per_s > _FAST_FLOPS_PER_S, 2 * _READ_BYTES_PER_S, _READ_BYTES_PER_S)
+    read_s = terms.resident_bytes / read_bytes_per_s(flops_per_s)
     return 1 / (1 / flops_per_s + read_s / (2 * chunk))
 
 
@@ -192,7 +189,7 @@ class SublayerSums:
 
 
 _SUMMED = (
-    "params", "trained", "undivided", "undivided_trained", "kv_width", "products", "gradient_products",
+    "params", "trained", "unleased", "undivided", "undivided_trained", "kv_width", "products", "gradient_products",
     "rebuilt_products", "passed_products", "inside", "scores", "heads",
 )  # fmt: skip
 
@@ -228,6 +225,8 @@ class ShardCosts:
 
     params: Floats
     trained: Floats
+    lent: Floats
+    """the part of `trained` that a single holder can keep with its optimizer; none of a slice"""
     flops_per_row: Floats
     """forward and backward, if devices keep nothing"""
     spared_flops_per_row: Floats
@@ -303,6 +302,7 @@ def shard_costs(of: SublayerSums, first: Ints, count: Ints, slices: Ints, *, chu
     return ShardCosts(
         params=params,
         trained=trained,
+        lent=np.where(slices == 1, run["trained"] - run["unleased"], 0.0),
         flops_per_row=forward + backward,
         spared_flops_per_row=np.stack([backward - backward_flops(products, keeps) for keeps in KEEPINGS], axis=1),
         kept_bytes=terms.working_bytes * sequence * np.stack(kept, axis=1),

@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from cleave.core.cost.wire import DEVICE_BYTES, WIRE_BYTES, WireFormat
+from cleave.core.cost.streams import stream_bytes
+from cleave.core.cost.wire import DEVICE_BYTES, WireFormat
 
 RUNTIME_BYTES = 16e6
 """A device's own buffers, on top of everything counted here."""
@@ -59,11 +60,10 @@ class Terms:
 
 def live_terms(wire: WireFormat) -> Terms:
     """Terms of live devices: fp32 at rest, the wire's format in transit."""
-    size = WIRE_BYTES[wire]
     return Terms(
-        activation_bytes=size,
-        weight_bytes=size,
-        gradient_bytes=size,
+        activation_bytes=stream_bytes("activation", wire),
+        weight_bytes=stream_bytes("weight", wire),
+        gradient_bytes=stream_bytes("weight gradient", wire),
         resident_bytes=DEVICE_BYTES,
         accumulator_bytes=DEVICE_BYTES,
         state_bytes=STATE_NUMBER_BYTES,
@@ -84,11 +84,10 @@ def live_terms(wire: WireFormat) -> Terms:
 
 def lean_terms(wire: WireFormat) -> Terms:
     """The least a device can hold: 16-bit weights, gradients and activations, dK and dV in fp32."""
-    size = WIRE_BYTES[wire]
     return Terms(
-        activation_bytes=size,
-        weight_bytes=size,
-        gradient_bytes=size,
+        activation_bytes=stream_bytes("activation", wire),
+        weight_bytes=stream_bytes("weight", wire),
+        gradient_bytes=stream_bytes("weight gradient", wire),
         resident_bytes=2,
         accumulator_bytes=2,
         state_bytes=12,

@@ -75,6 +75,27 @@ class Shard:
         return parts, None if head is None else knife.head(head)
 
 
+def standing_alone(decoder: Decoder, shard: Shard) -> tuple[Decoder, tuple[int, ...]]:
+    """Describe a shard that is no slice as a decoder of its own; also return its parameters' numbers in the whole."""
+    assert not shard.is_slice, "a slice is no decoder"
+    views: dict[View, int] = {}
+    numbers: dict[int, int] = {}
+
+    def name(view: View) -> int:
+        own = numbers.setdefault(view.parameter, len(numbers))
+        return views.setdefault(view._replace(parameter=own), len(views))
+
+    parts, head = shard.cut(decoder, name)
+    alone = Decoder(
+        hidden=decoder.hidden,
+        parts=parts,
+        head=head,
+        parameters=tuple(decoder.parameters[number] for number in numbers),
+        views=tuple(views),
+    )
+    return alone, tuple(numbers)
+
+
 def most_slices(decoder: Decoder, sublayer: int) -> int:
     """Maximum number of slices of a sublayer: its K and V heads, MLP columns or words."""
     match decoder.sublayers[sublayer]:

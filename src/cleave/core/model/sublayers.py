@@ -6,7 +6,7 @@ cost of a shard is that of its sublayers or its slice.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -41,6 +41,8 @@ class Sublayer:
     undivided: int = 0
     """part of `params` that every slice holds in full: norms, biases of summed outputs"""
     undivided_trained: int = 0
+    unleased: int = 0
+    """part of `trained` that the server must update itself: a head that is also the token table"""
     inside: int = 0
     """numbers per row that, if kept, spare `rebuilt_products`: queries and contexts, both sides of a gate; 0 for the
     head, whose logits are too many to keep"""
@@ -98,6 +100,7 @@ def sublayers_of(shape: ModelShape, *, trained: bool = True) -> tuple[Sublayer, 
         kind="head",
         params=head_params,
         trained=share * head_params,
+        unleased=share * shape.head_gemm_params if shape.tied_embeddings else 0,
         kv_width=0,
         inner=shape.vocab,
         slices=shape.vocab,
@@ -112,16 +115,25 @@ def sublayers_of(shape: ModelShape, *, trained: bool = True) -> tuple[Sublayer, 
     return (attention, mlp) * shape.layers + (head,)
 
 
-def sublayers(decoder: Decoder, shard: Shard | None = None, *, is_trained: bool = True) -> tuple[Sublayer, ...]:
-    """The sublayers of a decoder, or of a shard of it; without `is_trained`, no gradients are computed."""
+def sublayers(
+    decoder: Decoder,
+    shard: Shard | None = None,
+    *,
+    is_trained: bool = True,
+    unleased: Collection[int] = (),
+) -> tuple[Sublayer, ...]:
+    """The sublayers of a decoder, or of a shard of it; without `is_trained`, no gradients are computed.
+
+    `unleased` are numbers of parameters that the server must update itself, whoever holds them.
+    """
     shard = shard or Shard(first=0, count=len(decoder.sublayers))
     return tuple(
-        _sublayer(decoder, Shard(first=number, count=1, index=shard.index, of=shard.of), is_trained=is_trained)
+        _sublayer(decoder, Shard(first=number, count=1, index=shard.index, of=shard.of), is_trained, unleased)
         for number in range(shard.first, shard.stop)
     )
 
 
-def _sublayer(decoder: Decoder, shard: Shard, *, is_trained: bool) -> Sublayer:
+def _sublayer(decoder: Decoder, shard: Shard, is_trained: bool, unleased: Collection[int]) -> Sublayer:
     views: list[View] = []
 
     def name(view: View) -> int:
@@ -149,6 +161,9 @@ def _sublayer(decoder: Decoder, shard: Shard, *, is_trained: bool) -> Sublayer:
         kind=kind,
         params=sum(views[number].area for number in distinct),
         trained=sum(views[number].area for number in distinct if trained[number]),
+        unleased=sum(
+            views[number].area for number in distinct if trained[number] and views[number].parameter in unleased
+        ),
         kv_width=sum(shard.kv_widths(decoder)),
         inner=counted.out_width(widest),
         slices=most_slices(decoder, shard.first) if shard.of == 1 else 1,

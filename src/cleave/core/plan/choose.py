@@ -12,13 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cleave.core.cost.lease import LOG_BYTES
 from cleave.core.cost.rates import Server
+from cleave.core.cost.terms import live_terms
 from cleave.core.cost.wire import WireFormat
-from cleave.core.fleet.profiles import Profiles
+from cleave.core.fleet.profiles import DeviceId, Profiles
 from cleave.core.model.decoder import Attention, Decoder
 from cleave.core.model.gemms import Linear, decoder_attention_flops, decoder_linears
 from cleave.core.model.sublayers import sublayers
 from cleave.core.plan.gemm.layer import LinearPlan, least_linear_s, plan_linear
+from cleave.core.plan.resident.problem import Leasing, Problem, pose
 from cleave.core.plan.resident.small_fleet import judge_again, plan_columns
 from cleave.core.plan.resident.stages import ResidentPlan, Stage
 from cleave.errors import InfeasibleError
@@ -39,6 +42,10 @@ class Setting:
     cores: float = math.inf
     """How many devices can compute at once; devices on one machine share its cores."""
     server: Server = field(default_factory=Server)
+    lenders: frozenset[DeviceId] | None = None
+    """Devices that may keep what they train, with its optimizer state; None for all."""
+    log_bytes: float = LOG_BYTES
+    """Room on the server for the inputs and output gradients since their last snapshots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +98,10 @@ class PassWork:
     is_trained: bool
     wants_dx: bool = True
     """Whether the gradient of the decoder's input is needed, as where the token table is trained."""
+    lease_states: int | None = None
+    """Optimizer states per trained weight, if devices may keep them; None: the server updates all weights."""
+    unleased: frozenset[int] = frozenset()
+    """Trained parameters that the server must update all the same, such as a head tied to the token table."""
 
     @property
     def linears(self) -> Iterator[Linear]:
@@ -213,35 +224,32 @@ def plan_pass(
     arrange: Arrange = plan_columns,
 ) -> ResidentPlan:
     """Place a decoder's layers; InfeasibleError if they do not fit."""
-    return arrange(
-        profiles,
-        sublayers(work.decoder, is_trained=work.is_trained),
-        hidden=work.decoder.hidden,
-        sequences=work.sequences,
-        sequence=work.sequence,
-        wire=setting.wire,
-        wants_dx=work.wants_dx,
-        server=setting.server,
-        medium_bytes_per_s=setting.medium_bytes_per_s,
-        cores=setting.cores,
-        previous=previous,
-    )
+    return arrange(_problem(work, profiles, setting), previous=previous)
 
 
 def replan_pass(work: PassWork, profiles: Profiles, setting: Setting, plan: ResidentPlan) -> ResidentPlan | None:
     """The same arrangement with the time it takes on other profiles; None if a device is gone or too small."""
-    return judge_again(
+    return judge_again(_problem(work, profiles, setting), plan)
+
+
+def _problem(work: PassWork, profiles: Profiles, setting: Setting) -> Problem:
+    leasing = (
+        None
+        if work.lease_states is None
+        else Leasing(states=work.lease_states, lenders=setting.lenders, log_bytes=setting.log_bytes)
+    )
+    return pose(
         profiles,
-        sublayers(work.decoder, is_trained=work.is_trained),
-        plan,
+        sublayers(work.decoder, is_trained=work.is_trained, unleased=work.unleased),
         hidden=work.decoder.hidden,
         sequences=work.sequences,
         sequence=work.sequence,
-        wire=setting.wire,
+        terms=live_terms(setting.wire),
         wants_dx=work.wants_dx,
         server=setting.server,
         medium_bytes_per_s=setting.medium_bytes_per_s,
         cores=setting.cores,
+        leasing=leasing,
     )
 
 

@@ -3,8 +3,8 @@
 `plan_step` is the step as a sequence of gemms, each cut over the whole fleet (grain "gemm"); equal shapes are planned
 once, and attention products stay on the server: their operands are small and their results large. `choose_step` takes
 the faster of that and columns with resident weights (`resident`), and lists the arrangements of other systems
-(`rivals`) beside it. Those are never chosen, as Cleave cannot run them: they keep optimizers on devices, or let devices
-talk to each other. Where one is faster, the choice says so.
+(`rivals`) beside it. Those are never chosen, as Cleave cannot run them: they let devices talk to each other. Where one
+is faster, the choice says so.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ from cleave.core.model.shapes import ModelShape
 from cleave.core.plan.gemm.product import GemmPlan, Split, plan_gemm
 from cleave.core.plan.resident.few_devices import FEW, plan_few
 from cleave.core.plan.resident.large_fleet import ModelPlan, plan_resident
+from cleave.core.plan.resident.problem import Leasing
 from cleave.core.plan.rivals.case import Case, Rival, plural
 from cleave.core.plan.rivals.compare import all_rivals
 from cleave.core.plan.rivals.products import GROUPED, attention_by_heads_s
@@ -149,15 +151,19 @@ def choose_step(
     wire: WireFormat = PLAN_WIRE,
     server: Server | None = None,
     resident_only: bool = False,
+    leasing: Leasing | None = None,
 ) -> StepChoice:
-    """The faster grain. Gemms are planned in full only if their lower bound could win."""
+    """The faster grain. Gemms are planned in full only if their lower bound could win.
+
+    Columns are leased only by the search for few devices: where many share the rows of every column, none could be.
+    """
     server = server or Server()
     attention_products(shape, tokens, sequence)  # raises unless the tokens are whole sequences
     case = Case(profiles=profiles, shape=shape, tokens=tokens, sequence=sequence, wire=wire, server=server)
     ways: dict[str, Rival] = {rival.name: rival for rival in all_rivals(case)}
     plans: dict[str, ModelPlan | StepPlan] = {}
     try:
-        columns = _resident(case)
+        columns = _resident(case, leasing)
         plans[COLUMNS] = columns
         seconds = max(columns.step_s, _medium_s(profiles, columns.devices, columns.down_bytes + columns.up_bytes))
         how = _columns(columns) + (", limited by a shared medium" if seconds > columns.step_s else "")
@@ -191,9 +197,9 @@ def choose_step(
     )
 
 
-def _resident(case: Case) -> ModelPlan:
+def _resident(case: Case, leasing: Leasing | None) -> ModelPlan:
     """The faster plan of the searches that apply."""
-    searches = (plan_resident, plan_few) if len(case.profiles) <= FEW else (plan_resident,)
+    searches = (plan_resident, partial(plan_few, leasing=leasing)) if len(case.profiles) <= FEW else (plan_resident,)
     found: list[ModelPlan] = []
     why: InfeasibleError | None = None
     for search in searches:
@@ -228,4 +234,5 @@ def _medium_s(profiles: Profiles, devices: Collection[str], moved_bytes: float) 
 def _columns(plan: ModelPlan) -> str:
     rounds = f" in {len(plan.rounds)} rounds" if len(plan.rounds) > 1 else ""
     where = f"{plural(len(plan.stages), 'stage')} on {plural(len(plan.devices), 'device')}{rounds}"
-    return f"{where}, chunks of {max(plan.chunks)} tokens"
+    leased = sum(column.is_leased for column in plan.columns)
+    return f"{where}, chunks of {max(plan.chunks)} tokens" + (f", {leased} leased" if leased else "")

@@ -2,8 +2,9 @@
 
 An operand counts as held as soon as it is on its way: over one ordered channel, later messages cannot tell the
 difference. Operands of running tasks are pinned; others are evicted, least recently used first, when room is needed.
-Operands that a device made itself cannot be sent again, so they stay until released. A released operand is dropped as
-soon as no task pins it. `Holders` indexes the same facts by operand; each `DeviceMemory` keeps it up to date.
+Operands that a device made or changed itself cannot be sent again, so they stay until released. A released operand is
+dropped as soon as no task pins it. `Holders` indexes the same facts by operand; each `DeviceMemory` keeps it up to
+date.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ class DeviceMemory:
                 self._holders.add(id, self._device)
                 held[id] = operand.bytes
                 absent.discard(id)
-                if operand.is_made:
+                if operand.is_made or operand.is_kept:
                     self._made.add(id)
             held.move_to_end(id)
             pins[id] = pins.get(id, 0) + 1

@@ -28,6 +28,8 @@ class Operand:
     """Bytes on the wire when it is sent."""
     is_made: bool = False
     """The device computes it itself, for later tasks: never sent, and kept until it is released."""
+    is_kept: bool = False
+    """The device changes it: sent once, and kept until it is released."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

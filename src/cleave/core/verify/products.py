@@ -26,8 +26,9 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from cleave.core.cost.wire import WireFormat
+from cleave.core.cost.wire import BLOCK, WireFormat, blocks_of
 from cleave.core.model.batch import Matrix
+from cleave.core.verify.blocks import LEAST_STEP, STEPS, largest_of_block, starts_of
 
 Floats = NDArray[np.float64]
 Reals = NDArray[np.floating]
@@ -38,15 +39,15 @@ GROUP: Final = 128
 
 _UNIT: Final = 2.0**-24
 """Unit roundoff of fp32, in which all sums are computed."""
-_ROUNDING: Final[dict[WireFormat, float]] = {"fp32": _UNIT, "bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 0.0}
-"""Unit roundoff of results on the wire; int8 rounds by the step of its row instead."""
-_FLOOR: Final[dict[WireFormat, float]] = {"fp32": 2.0**-126, "bf16": 2.0**-126, "fp16": 2.0**-25, "int8": 2.0**-106}
-"""Absolute rounding errors: of subnormal numbers, and of int8's smallest step (1e-30 / 127)."""
+_ROUNDING: Final[dict[WireFormat, float]] = {"fp32": _UNIT, "bf16": 2.0**-8, "fp16": 2.0**-11, "q8": 0.0}
+"""Unit roundoff of results on the wire; q8 rounds by half the step of its block instead."""
+_FLOOR: Final[dict[WireFormat, float]] = {"fp32": 2.0**-126, "bf16": 2.0**-126, "fp16": 2.0**-25, "q8": LEAST_STEP}
+"""Absolute rounding errors: of subnormal numbers, and of q8's smallest step."""
 _MAX_VALUE: Final[dict[WireFormat, float]] = {
     "fp32": 3.4028234e38,
     "bf16": 3.3895e38,
     "fp16": 65504.0,
-    "int8": 3.4028234e38,
+    "q8": 3.38e38,
 }
 _ROWS_AT_ONCE: Final = 16
 """Rows in doubt are recomputed this many at a time, until one is wrong."""
@@ -175,8 +176,8 @@ def judge(
     """Return rows of a rectangle that are certainly wrong: `glance`, `check`, `recheck`, each on what the last doubts.
 
     `exact` returns op(A) and op(B) of the terms, for the rectangle's rows and columns. `harder`, for suspect devices,
-    also recomputes a random sample of rows. For int8, the elements that set the quantization steps of some rows are
-    recomputed too, as a liar could inflate a step to gain tolerance.
+    also recomputes a random sample of rows. For q8, the elements that set the steps of some blocks are recomputed too,
+    as a liar could inflate a step to gain tolerance.
     """
     doubt = glance(c, terms, format, left)
     if len(doubt):
@@ -189,10 +190,8 @@ def judge(
         wrong = recheck(c, exact(), rng.choice(len(c), min(_SAMPLED_ROWS, len(c)), replace=False), format)
         if len(wrong):
             return wrong
-    if format == "int8":
-        rows = rng.choice(len(c), min(_SAMPLED_PEAKS, len(c)), replace=False)
-        cols = peaks(c, rows)
-        return recheck(c[:, cols], [(a, b[:, cols]) for a, b in exact()], rows, format)
+    if format == "q8":
+        return recheck_peaks(c, exact(), *peaks(c, rng))
     return doubt[:0]
 
 
@@ -230,8 +229,10 @@ def _glance_merged(c: Matrix, terms: Sequence[Term], left: int, groups: slice) -
 
 def _glance(c: Matrix, terms: Sequence[Term], format: WireFormat, left: int, groups: slice) -> Ints:
     shared = terms[0][1]
-    norms = "none" if format == "int8" else "quick"
-    error, sizes = _fold(c, shared.r[left : left + c.shape[1]], shared.group, norms)
+    r = shared.r[left : left + c.shape[1]]
+    error, sizes = _fold(c, r, shared.group, "quick")
+    if format == "q8":  # the largest of a block is at least its root mean square
+        sizes *= _least_steps(r, shared.group)[:, None]
     lower_bound = np.zeros_like(error)
     for rows, projection in terms:
         projected = (rows.matrix @ projection.s[groups].T).T
@@ -256,8 +257,9 @@ def check(c: Matrix, terms: Sequence[Term], format: WireFormat, left: int = 0) -
     With T = sum over terms of |A_i| max(|B|_F, |s|), which bounds |C_i| in a group, an honest error is below
 
         tolerance = (40 + 2 sqrt K) 2^-24 T + R + floor
-        R = 4 u min(|C_i|, T)                                                       bf16, fp16
-        R = min(8 |r| / sqrt 12, 0.51 |r|_1) step, step = min(max |C_i|, T) / 127   int8
+        R = 4 u min(|C_i|, T)                                                                   bf16, fp16
+        R = min(8 / sqrt 12, 0.51 sqrt(columns)) min(S, |r| T / 126)                            q8
+        S = sqrt(sum over blocks of (|r_b| max |C_ib| / 126)^2)
 
     The first term covers fp32 arithmetic in any usual order: one sigma is 0.25 sqrt K units of 2^-24 for a sequential
     sum of K positive numbers, and 5 for the two projections of 128. R is rounding for the wire. The cap T and the
@@ -272,6 +274,8 @@ def check(c: Matrix, terms: Sequence[Term], format: WireFormat, left: int = 0) -
     groups = slice(left // width, -(-right // width))
     with np.errstate(over="ignore", invalid="ignore"):
         error, sizes = _fold(c, shared.r[left:right], width, "exact" if format in ("bf16", "fp16") else "none")
+        if format == "q8":
+            sizes = _steps(c, shared.r[left:right], width)
         bound = np.zeros(error.shape)
         for rows, projection in terms:
             projected = projection.s[groups].T
@@ -283,8 +287,6 @@ def check(c: Matrix, terms: Sequence[Term], format: WireFormat, left: int = 0) -
         ratio = np.abs(error, out=error) / tolerance
     unknown = ~np.isfinite(bound)
     if unknown.any():
-        if format == "int8":  # one value that is not finite spoils the scale of its row
-            unknown |= unknown.any(axis=0)
         ratio[unknown] = error[unknown] = 0.0
         tolerance[unknown] = 1.0
     worst = ratio.max(axis=0)  # NaN if any is NaN; argmax then finds it
@@ -303,22 +305,47 @@ def check(c: Matrix, terms: Sequence[Term], format: WireFormat, left: int = 0) -
 def _tolerance(
     bound: Reals, sizes: Reals, c: Matrix, terms: Sequence[Term], format: WireFormat, groups: slice
 ) -> Reals:
-    """Compute tolerances from T (`bound`) and |C_i| (`sizes`) per group and row, in the precision of `bound`."""
+    """Compute tolerances from T (`bound`) and |C_i| (`sizes`) per group and row, in the precision of `bound`.
+
+    For q8, `sizes` are the roots of sums of (|r_b| step_b)^2.
+    """
     shared, inner = terms[0][1], sum(projection.s.shape[1] for _, projection in terms)
     spreads = shared.spreads[groups, None].astype(bound.dtype)
     tolerance = (40 + 2 * sqrt(inner)) * _UNIT * bound
     tolerance += spreads * (_FLOOR[format] + inner * _FLOOR["fp32"])
-    if format == "int8":
-        step = np.minimum(_row_maxima(c), bound.max(axis=0)) / 127
-        tolerance += np.minimum(_SIGMAS / sqrt(12) * shared.lengths[groups, None], 0.51 * spreads) * step
+    if format == "q8":
+        widths = np.minimum(shared.group, c.shape[1] - shared.group * np.arange(len(bound)))[:, None]
+        lengths = shared.lengths[groups, None].astype(bound.dtype)
+        factors = np.minimum(_SIGMAS / sqrt(12), 0.51 * np.sqrt(widths)).astype(bound.dtype)
+        tolerance += factors * np.fmin(sizes, lengths * bound / STEPS)
     elif format != "fp32":  # in fp32 R is negligible compared to the first term
         tolerance += 4 * _ROUNDING[format] * np.fmin(sizes, bound)
     return tolerance
 
 
-def peaks(c: Matrix, rows: Ints) -> Ints:
-    """Return the columns that set the int8 steps of some rows; `recheck` of these reveals inflated steps."""
-    return np.unique(np.abs(c[rows]).argmax(axis=1))
+def peaks(c: Matrix, rng: np.random.Generator) -> tuple[Ints, Ints]:
+    """Return rows and columns of elements that set the q8 steps of some random blocks, one in each of these rows."""
+    rows = rng.choice(len(c), min(_SAMPLED_PEAKS, len(c)), replace=False)
+    firsts = BLOCK * rng.integers(blocks_of(c.shape[1]), size=len(rows))
+    cols = [first + np.abs(c[row, first : first + BLOCK]).argmax() for row, first in zip(rows, firsts, strict=True)]
+    return rows, np.array(cols, dtype=np.intp)
+
+
+def recheck_peaks(c: Matrix, terms: Sequence[tuple[Matrix, Matrix]], rows: Ints, cols: Ints) -> Ints:
+    """Recompute elements that set the steps of their blocks; return the rows of those that are inflated.
+
+    The bound is that of `recheck`. Elements that are not finite are not judged here: a neighbor may have overflowed.
+    """
+    found, exact, bound = c[rows, cols], np.zeros(len(rows)), np.zeros(len(rows))
+    with np.errstate(over="ignore", invalid="ignore"):
+        for a, b in terms:
+            a_rows, b_cols = a[rows].astype(np.float64), b[:, cols].T.astype(np.float64)
+            exact += np.einsum("ik,ik->i", a_rows, b_cols)
+            bound += np.sqrt(np.einsum("ik,ik->i", a_rows, a_rows) * np.einsum("ik,ik->i", b_cols, b_cols))
+        slack = _slack(bound, terms, "q8")
+        slack += 0.51 / STEPS * (np.abs(exact) + slack)
+        inflated = ~(np.abs(found - exact) <= slack) & np.isfinite(bound) & np.isfinite(found)
+    return rows[inflated]
 
 
 def recheck(c: Matrix, terms: Sequence[tuple[Matrix, Matrix]], rows: Ints, format: WireFormat) -> Ints:
@@ -329,7 +356,6 @@ def recheck(c: Matrix, terms: Sequence[tuple[Matrix, Matrix]], rows: Ints, forma
     Infinity is accepted where the result may overflow the wire format; results of operands that are not finite are not
     judged.
     """
-    inner = sum(a.shape[1] for a, _ in terms) + len(terms)
     exact = np.zeros((len(rows), c.shape[1]))
     bound = np.zeros_like(exact)
     with np.errstate(over="ignore", invalid="ignore"):
@@ -340,16 +366,17 @@ def recheck(c: Matrix, terms: Sequence[tuple[Matrix, Matrix]], rows: Ints, forma
                 b_part = b[:, start : start + 4 * GROUP].astype(np.float64)
                 exact[:, start : start + 4 * GROUP] += a_rows @ b_part
                 bound[:, start : start + 4 * GROUP] += lengths * np.sqrt(np.square(b_part).sum(axis=0))
-        slack = 1.01 * inner * (_UNIT * bound + _FLOOR["fp32"]) + _FLOOR[format]
-        if format == "int8":
-            slack += 0.51 / 127 * (np.abs(exact) + slack).max(axis=1, keepdims=True)
+        slack = _slack(bound, terms, format)
+        if format == "q8":
+            slack += 0.51 / STEPS * largest_of_block(np.abs(exact) + slack)
         else:
             slack += 1.01 * _ROUNDING[format] * np.abs(exact)
         found = c[rows]
         too_large = np.abs(exact) + slack > _MAX_VALUE[format]
         unknown = ~np.isfinite(bound)
-        if format == "int8":  # one value that is not finite spoils the scale of its row
-            unknown |= (too_large | unknown).any(axis=1, keepdims=True) & ~np.isfinite(found)
+        if format == "q8":  # one value that is not finite spoils its block
+            spoiled = (too_large | unknown).astype(np.float64)
+            unknown |= (largest_of_block(spoiled) > 0) & ~np.isfinite(found)
         right = np.abs(found - exact) <= slack
         right |= np.isinf(found) & too_large & (np.sign(found) == np.sign(exact))
         right |= ~np.isfinite(found) & (bound > _MAX_VALUE["fp32"])  # partial sums may have overflowed
@@ -393,8 +420,28 @@ def _roots(squares: Matrix, parts: Matrix) -> Floats:
     return roots
 
 
-def _row_maxima(matrix: Matrix) -> Matrix:
-    """Return the largest magnitude per row."""
-    height = max(1, _BAND_ELEMENTS // matrix.shape[1])
-    bands = range(0, len(matrix), height)
-    return np.concatenate([np.abs(matrix[top : top + height]).max(axis=1) for top in bands])
+def _slack(bound: Floats, terms: Sequence[tuple[Matrix, Matrix]], format: WireFormat) -> Floats:
+    """Return what any summation order in fp32 explains, given |A_i| |B_j|, and what is absolute about the wire."""
+    inner = sum(a.shape[1] for a, _ in terms) + len(terms)
+    return 1.01 * inner * (_UNIT * bound + _FLOOR["fp32"]) + _FLOOR[format]
+
+
+# ------------------------------------------------------------------------------------------------ blocks of q8
+
+
+def _steps(c: Matrix, r: Matrix, group: int) -> Floats:
+    """Return the roots of sums of (|r_b| step_b)^2 per group and row, with step_b from the largest of a block."""
+    starts = starts_of(c.shape[1])
+    height = max(1, _BAND_ELEMENTS // c.shape[1])
+    bands = (np.abs(c[top : top + height]) for top in range(0, len(c), height))
+    steps = np.concatenate([np.maximum.reduceat(band, starts, axis=1) for band in bands]).astype(np.float64) / STEPS
+    weights = np.add.reduceat(np.square(r, dtype=np.float64), starts)
+    return np.sqrt(np.add.reduceat(np.square(steps) * weights, starts_of(len(starts), group // BLOCK), axis=1)).T
+
+
+def _least_steps(r: Matrix, group: int) -> Matrix:
+    """Return factors that turn |C_i| of a group into a lower bound of `_steps`, [G]."""
+    starts = starts_of(len(r))
+    squares = np.add.reduceat(np.square(r, dtype=np.float64), starts) / np.minimum(BLOCK, len(r) - starts)
+    least = np.minimum.reduceat(squares, starts_of(len(starts), group // BLOCK))
+    return (np.sqrt(least) / STEPS).astype(np.float32)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.batch import Matrix
+from cleave.core.verify.blocks import LEAST_STEP, STEPS, largest_of_block
 
 Floats = NDArray[np.float64]
 
@@ -30,10 +31,10 @@ _MIN_TENSOR_SHARE: Final = 0.1
 """The same for a gradient among those of its account: some, such as that of a key bias, are zero up to rounding."""
 _ALLOWED_FLIPS: Final = 16.0
 """Elements that may round the other way, anywhere."""
-_STEP: Final[dict[WireFormat, float]] = {"fp32": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-10, "int8": 1 / 127}
-"""Gap between neighboring wire values relative to the number; for int8, to the largest of its row."""
-_MIN_STEP: Final[dict[WireFormat, float]] = {"fp32": 0.0, "bf16": 2.0**-133, "fp16": 2.0**-24, "int8": 0.0}
-_NEARLY_OVERFLOWING: Final[dict[WireFormat, float]] = {"fp32": 3.3e38, "bf16": 3.3e38, "fp16": 65000.0, "int8": 3.3e38}
+_STEP: Final[dict[WireFormat, float]] = {"fp32": 0.0, "bf16": 2.0**-7, "fp16": 2.0**-10, "q8": 1 / STEPS}
+"""Gap between neighboring wire values relative to the number; for q8, to the largest of its block."""
+_MIN_STEP: Final[dict[WireFormat, float]] = {"fp32": 0.0, "bf16": 2.0**-133, "fp16": 2.0**-24, "q8": LEAST_STEP}
+_NEARLY_OVERFLOWING: Final[dict[WireFormat, float]] = {"fp32": 3.3e38, "bf16": 3.3e38, "fp16": 65000.0, "q8": 3.3e38}
 _TINY: Final = 1e-37
 _BAND: Final = 1 << 18
 """Elements compared at a time, to stay in cache."""
@@ -78,7 +79,7 @@ def _row_errors(found: Matrix, expected: Matrix, format: WireFormat, least: floa
     judgeable, is_judgeable = _judgeable(expected, format)
     sizes = np.abs(judgeable)
     arithmetic = _ARITHMETIC * np.maximum(np.sqrt(np.square(judgeable).mean(axis=1, keepdims=True)), least) + _TINY
-    steps = _STEP[format] * (sizes.max(axis=1, keepdims=True) if format == "int8" else sizes) + _MIN_STEP[format]
+    steps = _STEP[format] * (largest_of_block(sizes) if format == "q8" else sizes) + _MIN_STEP[format]
     widths = arithmetic + steps
     with np.errstate(over="ignore", invalid="ignore"):
         errors = np.where(is_judgeable, np.square((found - judgeable) / widths), 0.0).sum(axis=1)

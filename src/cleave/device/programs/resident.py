@@ -17,9 +17,21 @@ from cleave.device.kernels import Array, Kernel
 from cleave.device.programs import shards
 from cleave.device.programs.binding import Bound, bind, check_program
 from cleave.device.programs.gemm import Chunk, GemmTask, bands
+from cleave.device.programs.lease import LeaseTask
 from cleave.device.store import Kept, OperandStore, State, Tape
 from cleave.errors import ProtocolError
-from cleave.protocol.programs import Backward, Collect, Forward, GemmProgram, Hold, Program, parameters
+from cleave.protocol.programs import (
+    Backward,
+    Collect,
+    Copy,
+    Forward,
+    GemmProgram,
+    Hold,
+    Program,
+    SquareSum,
+    Update,
+    parameters,
+)
 
 _EMPTY_RESULT_SHAPE = 1, 1
 """Shape of a result that only signals completion."""
@@ -57,6 +69,8 @@ def make_task(program: Program, store: OperandStore, kernel: Kernel) -> DeviceTa
             return CollectTask(program, store)
         case Hold():
             return HoldTask(program, store, kernel)
+        case SquareSum() | Update() | Copy():
+            return LeaseTask(program, store, kernel)
 
 
 class ShardTask:
@@ -183,14 +197,14 @@ class ShardTask:
 
 
 class CollectTask:
-    """Return an accumulator in bands of rows."""
+    """Return an accumulator, or an operand that was sent and may have been updated, in bands of rows."""
 
     only_returns = True
     room_bytes = 0
 
     def __init__(self, program: Collect, store: OperandStore) -> None:
         if min(program.rows, program.cols) < 1:
-            raise ProtocolError(f"expected an accumulator of at least 1 x 1, got {program.rows} x {program.cols}")
+            raise ProtocolError(f"expected an operand of at least 1 x 1, got {program.rows} x {program.cols}")
         self._program, self._store = program, store
         self._total: Array = None
         self._pending: list[Rectangle] = []
@@ -202,9 +216,16 @@ class CollectTask:
     def next_chunk(self) -> Chunk | None:
         program = self._program
         if self._total is None:
-            if self._store.get(program.accumulator) is None:
+            held = self._store.get(program.accumulator)
+            if held is None or not held.is_whole:
                 return None
-            self._total = self._store.accumulator(program.accumulator, program.rows, program.cols).array
+            if (held.rows, held.cols) != (program.rows, program.cols):
+                raise ProtocolError(
+                    f"expected operand {program.accumulator} to be {program.rows} x {program.cols}, but it is "
+                    f"{held.rows} x {held.cols}"
+                )
+            held.is_reusable = False  # its bands may still be read when it is dropped
+            self._total = held.array
             self._pending = bands(program.rows, program.cols)
         if not self._pending:
             return None

@@ -15,6 +15,7 @@ from typing import Literal
 
 import numpy as np
 
+from cleave.core.cost.streams import stream_format
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.batch import Batch
 from cleave.protocol.numbers import Matrix
@@ -76,6 +77,10 @@ class Activations:
     @property
     def dx(self) -> Matrix:
         return self._target("dy", -1)
+
+    def boundary(self, stage: int) -> tuple[Matrix, Matrix | None]:
+        """Return a stage's input and the gradient of its output; None for a stage with the head."""
+        return self._x[stage], None if self._has_head and stage == self._last else self._dy[stage]
 
     def expect_gradients(self, dy: Matrix | None) -> None:
         """Begin a backward pass, from this gradient of the output if there is no head."""
@@ -145,11 +150,11 @@ class Activations:
     # -------------------------------------------------------------------------------------------- operands
 
     def x(self, stage: int, sequence: int, chunk: int) -> Tensor:
-        return self._tensor("x", stage, sequence, chunk, self._x.get(stage), self._format)
+        return self._tensor("x", stage, sequence, chunk, self._x.get(stage), stream_format("activation", self._format))
 
     def dy(self, stage: int, sequence: int, chunk: int) -> Tensor:
         is_head = self._has_head and stage == self._last
-        format = "fp32" if is_head else self._format
+        format = stream_format("table" if is_head else "activation gradient", self._format)
         return self._tensor("dy", stage, sequence, chunk, self._dy.get(stage), format)
 
     def targets(self, sequence: int, chunk: int) -> Tensor | None:

@@ -58,14 +58,19 @@ class Attempt:
         audits: Audits,
         avoid: Collection[DeviceId],
         barred: Collection[DeviceId],
+        leased: Collection[int] = (),
     ) -> None:
-        """Raise InfeasibleError if devices lack memory. `avoid` devices adopt no shards, `barred` ones are audited."""
+        """Raise InfeasibleError if devices lack memory. `avoid` devices adopt no shards, `barred` ones are audited.
+
+        Gradients of `leased` parameters stay on their devices.
+        """
         self.plan, self.course, self.activations = plan, course, activations
         self.keeping = 0
         """Results being stored."""
         self._run_ref = weakref.ref(run)  # the run holds its attempts: a cycle would keep gradients until collected
         self._decoder, self._batch, self._results, self._tasks = decoder, batch, results, tasks
         self._fleet, self._audits, self._avoid, self._barred = fleet, audits, avoid, barred
+        self._leased = leased
         stages = [stage.shards for stage in plan.stages]
         self._pipeline = Pipeline(
             stages,
@@ -80,7 +85,9 @@ class Attempt:
         """Results that arrived before those of earlier chunks."""
         self._losses: list[_Loss] = []
         self._unsettled: dict[int, set[Shard]] = {
-            number: set() for number, parameter in enumerate(decoder.parameters) if parameter.is_trained
+            number: set()
+            for number, parameter in enumerate(decoder.parameters)
+            if parameter.is_trained and number not in self._leased
         }
         """Trained parameters, and the shards whose part of their gradient is missing."""
         for shard, held in tasks.held.items():
@@ -119,7 +126,10 @@ class Attempt:
     def gathered(self) -> Gradients:
         return Gradients(
             dx=self.activations.dx if self._batch.wants_dx else None,
-            parameters=tuple(self._results.gradient(number) for number in range(len(self._decoder.parameters))),
+            parameters=tuple(
+                None if number in self._leased else self._results.gradient(number)
+                for number in range(len(self._decoder.parameters))
+            ),
         )
 
     def settled(self, shard: Shard) -> list[tuple[int, Matrix]]:
@@ -185,6 +195,8 @@ class Attempt:
         return bool(shards) and all(self._has_substitute(shard, device) for shard in shards)
 
     def _has_substitute(self, shard: Shard, device: DeviceId) -> bool:
+        if self._tasks.held[shard].leased:
+            return False
         mates = (desk.device for desk in self._pipeline.desks.at(shard))
         if any(mate != device and mate not in self._fleet.late for mate in mates):
             return True

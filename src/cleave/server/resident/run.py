@@ -20,7 +20,7 @@ from cleave.core.model.decoder import Decoder
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.core.schedule.pipeline import Course
 from cleave.core.schedule.tasks import Accept, DeviceId, Hedge, Orphan, Task
-from cleave.errors import CleaveError, InfeasibleError
+from cleave.errors import CleaveError, InfeasibleError, LeaseLost
 from cleave.protocol import messages
 from cleave.protocol.numbers import Matrix
 from cleave.server.contract import (
@@ -41,6 +41,7 @@ from cleave.server.resident.activations import Activations, Batched
 from cleave.server.resident.attempt import Attempt
 from cleave.server.resident.audit_case import AuditCase
 from cleave.server.resident.audits import Audits
+from cleave.server.resident.lease import Lease
 from cleave.server.resident.results import GradientPart, ResidentResults, UnitResult
 from cleave.server.resident.tasks import HoldWork, ResidentTasks, ResidentWork
 
@@ -66,13 +67,19 @@ class ResidentRun:
         results: ResidentResults,
         *,
         format: WireFormat,
+        gradient_format: WireFormat,
         operands: Operands,
         ids: Iterator[int],
         fleet: FleetView,
         audits: Audits,
         post: Callable[[EngineEvent], None],
+        lease: Lease | None = None,
     ) -> None:
-        """`plan` is the one chosen for the batch; without one, the run requests it. `post` reaches the engine."""
+        """`plan` is the one chosen for the batch; without one, the run requests it. `post` reaches the engine.
+
+        With a lease, `plan` is the one it was made for, and the run ends with LeaseLost where others begin again.
+        """
+        self._lease = lease
         self.decoder, self.batch, self.results = decoder, batch, results
         self.outputs: Future[Matrix] = Future()
         self.returned: Future[Gradients] = Future()
@@ -85,6 +92,7 @@ class ResidentRun:
         self._spoilers: dict[DeviceId, str] = {}
         """Devices that returned implausible numbers, which made the pass begin again under audits of everything."""
         self._format: WireFormat = format
+        self._gradient_format: WireFormat = gradient_format
         self._operands, self._ids, self._fleet, self._audits, self._post = operands, ids, fleet, audits, post
         self._plan, self._dy = plan, cast("Matrix | None", None)
         self._course: Course = "forward"
@@ -99,6 +107,11 @@ class ResidentRun:
         self._arrivals: SimpleQueue[tuple[int, Matrix] | None] = SimpleQueue()
         self._has_delivered = False
         """Whether the caller has some gradients, which cannot be recomputed."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its caller has everything, or the error."""
+        return self.outputs.done() and (self.returned.done() or not self.batch.is_trained)
 
     @property
     def plan(self) -> ResidentPlan | None:
@@ -119,13 +132,21 @@ class ResidentRun:
     def publish(self, parameter: int, operand: Tensor) -> None:
         self._post(Prompted(self, _NewWeights(parameter, operand)))
 
+    def boundary(self, stage: int) -> tuple[Matrix, Matrix | None]:
+        """Return a stage's input and the gradient of its output, once `returned` is done."""
+        assert self._activations is not None, "it ran"
+        return self._activations.boundary(stage)
+
     # -------------------------------------------------------------------------------------------- attempts
 
     def begin(self, now: float) -> Requests:
         has_loss = self.decoder.head is not None and self.batch.is_trained
         self._course = "backward" if self._dy is not None else "both" if has_loss else "forward"
         devices = self._plan.devices if self._plan is not None else ()
-        if self._plan is not None and all(one in self._fleet and one not in self.unable for one in devices):
+        is_here = self._plan is not None and all(one in self._fleet and one not in self.unable for one in devices)
+        if self._lease is not None and not (is_here and self._lease.is_held):
+            yield from self._lose("a device that kept weights left")
+        elif self._plan is not None and is_here:
             yield from self._try(self._plan, now)
         else:
             yield from self._plan_again()
@@ -182,9 +203,11 @@ class ResidentRun:
             plan,
             activations,
             format=self._format,
+            gradient_format=self._gradient_format,
             operands=self._operands,
             ids=self._ids,
             course=self._course,
+            lease=self._lease,
         )
         try:
             self._attempt = Attempt(
@@ -200,14 +223,23 @@ class ResidentRun:
                 audits=self._audits,
                 avoid=self.unable,
                 barred=self.barred,
+                leased=() if self._lease is None else self._lease.parameters,
             )
         except InfeasibleError as fault:
-            yield from self._park(str(fault))
+            yield from self._park(str(fault)) if self._lease is None else self._lose(str(fault))
             return
         yield from self._attempt.begin()
         yield from self._go_on(now)
 
+    def _lose(self, reason: str) -> Requests:
+        """End: what devices have added to leased gradients cannot be taken back."""
+        yield from self.fail(LeaseLost(reason))
+        yield End(self)
+
     def _try_again(self, reason: str) -> Requests:
+        if self._lease is not None:
+            yield from self._lose(reason)
+            return
         log.info("pass begins again: %s", reason)
         yield from self._end_attempt()
         yield from self._plan_again()
@@ -234,7 +266,9 @@ class ResidentRun:
     # -------------------------------------------------------------------------------------------- the fleet
 
     def left(self, device: DeviceId, now: float) -> Requests:
-        if self._attempt is not None and (self._has_delivered or not self._is_parked):
+        if self._lease is not None and device in self._lease.devices:
+            yield from self._lose(f"{device}, which kept weights, left")
+        elif self._attempt is not None and (self._has_delivered or not self._is_parked):
             yield from self._attempt.left(device, now)
             yield from self._go_on(now)
 
@@ -343,6 +377,9 @@ class ResidentRun:
         raise AssertionError("tasks bound to a device are not hedged")
 
     def prompted(self, request: object, now: float) -> Requests:
+        if isinstance(request, LeaseLost):
+            yield from self._lose(str(request)) if self._attempt is not None else ()
+            return
         assert isinstance(request, _NewWeights)
         holder = self._attempt or self._last
         if holder is not None:

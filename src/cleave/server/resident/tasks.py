@@ -13,8 +13,9 @@ from typing import TypedDict, cast
 
 from cleave.core.cost.demand import tables_bytes
 from cleave.core.cost.rates import thin_effort
+from cleave.core.cost.streams import stream_format
 from cleave.core.cost.wire import DEVICE_BYTES, WireFormat, encoded_bytes
-from cleave.core.model.decoder import Decoder, Head, Part
+from cleave.core.model.decoder import Decoder, Head, Part, View
 from cleave.core.model.keeping import Keeping
 from cleave.core.model.shard import Shard
 from cleave.core.plan.resident.stages import Holding, ResidentPlan
@@ -31,6 +32,7 @@ from cleave.server.contract import Run
 from cleave.server.operands import Operands, Tensor
 from cleave.server.resident.activations import Activations, Batched
 from cleave.server.resident.held_shard import HeldShard, hold
+from cleave.server.resident.lease import Lease
 
 _LEAST_SPEED = 1e-9
 
@@ -108,18 +110,22 @@ class ResidentTasks:
         activations: Activations,
         *,
         format: WireFormat,
+        gradient_format: WireFormat,
         operands: Operands,
         ids: Iterator[int],
         course: Course,
+        lease: Lease | None = None,
     ) -> None:
         self._run_ref = weakref.ref(run)  # the run holds these tasks: a cycle would keep weights until collected
         self._decoder, self._batch, self._plan, self._activations = decoder, batch, plan, activations
         self._format: WireFormat = format
+        self._gradient_format: WireFormat = gradient_format
         self._operands, self._ids, self._tables_bytes = operands, ids, tables_bytes(batch)
         self._stage = {shard: number for number, stage in enumerate(plan.stages) for shard in stage.shards}
         self.held: dict[Shard, HeldShard] = {
-            shard: hold(decoder, shard, batch, operands, is_trained=course != "forward") for shard in self._stage
+            shard: hold(decoder, shard, batch, operands, lease, is_trained=course != "forward") for shard in self._stage
         }
+        self._lease = lease
         self._may_keep = course == "both"
         """Whether backward follows forward on the same devices."""
         self.states: dict[Seat, Operand] = {}
@@ -137,14 +143,15 @@ class ResidentTasks:
         """Let devices serve their planned shards as memory allows; InfeasibleError if a shard fits on none."""
         served: dict[DeviceId, list[tuple[Shard, Holding]]] = {}
         for stage in self._plan.stages:
-            for shard, holdings in stage.columns:
-                for holding in holdings:
-                    served.setdefault(holding.device, []).append((shard, holding))
+            for column in stage.columns:
+                for holding in column.holdings:
+                    served.setdefault(holding.device, []).append((column.shard, holding))
         for device, shards in served.items():
             kept = sum(self.held[shard].demand.trained_bytes for shard, _ in shards)
             bare = [self.need_bytes(shard, 0) for shard, _ in shards]
             for (shard, holding), need in zip(shards, bare, strict=True):
                 others = kept - self.held[shard].demand.trained_bytes  # what its other shards keep,
+                others += 0 if self._lease is None else self._lease.states_bytes(device)
                 others += max(bare) - need  # and what the largest of them needs to run
                 keeps, room = holding.keeps if self._may_keep else "nothing", memory_bytes(device) - others
                 slots = self._slots(shard, room, len(shards), keeps)
@@ -185,8 +192,10 @@ class ResidentTasks:
         operands = [*held.operands, self._state(seat)]
         if unit.direction == "backward":
             operands += self.reading(seat.account).operands
+            operands += (self._leased_accumulator(view) for view, _ in held.leased)
         operands += self.read_by(unit)
-        rows, cols, format = last - first, self._decoder.hidden, self._format
+        stream = "activation" if unit.direction == "forward" else "activation gradient"
+        rows, cols, format = last - first, self._decoder.hidden, stream_format(stream, self._format)
         if unit.is_silent or (unit.direction == "backward" and not self.wants_dx(seat.shard)):
             rows, cols, format = 1, 1, "fp32"
         elif unit.direction == "forward" and held.head is not None:
@@ -224,7 +233,7 @@ class ResidentTasks:
             if reading.wanted.get(index):
                 program = Collect(accumulator=reading.operands[index].id, rows=view.height, cols=view.width)
                 id = TaskId(next(self._ids))
-                message = messages.RunTask(task=id, priority=READING, format=self._format, program=program)
+                message = messages.RunTask(task=id, priority=READING, format=self._gradient_format, program=program)
                 yield Task(
                     id=id,
                     device=account.device,
@@ -234,7 +243,7 @@ class ResidentTasks:
                     rows=view.height,
                     cols=view.width,
                     result_bytes=0,
-                    up_bytes=encoded_bytes(self._format, view.height, view.width),
+                    up_bytes=encoded_bytes(self._gradient_format, view.height, view.width),
                     is_bound=True,
                     work=ReadWork(self._run, account, index, message),
                 )
@@ -308,6 +317,10 @@ class ResidentTasks:
         groups = (*self.states, *self.readings)
         return (*groups, self), tuple(operand for what in groups for operand in self.forget(what))
 
+    def _leased_accumulator(self, view: View) -> Operand:
+        assert self._lease is not None, "else nothing is leased"
+        return self._lease.accumulator(view)
+
     def _state(self, seat: Seat) -> Operand:
         if seat not in self.states:
             self.states[seat] = self._operands.made(self.held[seat.shard].demand.state_bytes(seat.keeps))
@@ -331,10 +344,11 @@ class ResidentTasks:
         if unit.direction == "forward":
             return Forward(**place, **read, is_silent=unit.is_silent, keeps=seat.keeps)
         accumulators = [operand.id for operand in self.readings[seat.account].operands]
+        leased = ((weight, self._leased_accumulator(view).id) for view, weight in held.leased)
         return Backward(
             **place,
             **read,
-            accumulators=tuple(zip((weight for _, weight in held.trained), accumulators, strict=True)),
+            accumulators=(*zip((weight for _, weight in held.trained), accumulators, strict=True), *leased),
             wants_dx=not unit.is_silent and self.wants_dx(seat.shard),
         )
 

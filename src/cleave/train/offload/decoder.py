@@ -26,6 +26,7 @@ from cleave.core.plan.choose import Local, PassWork
 from cleave.events import GrainChosen, Listener, Note
 from cleave.train.offload import families
 from cleave.train.offload.families import Description, StackLocation
+from cleave.train.offload.leases import Leases
 from cleave.train.offload.linear import Weights
 from cleave.train.offload.overlap import Overlap, why_not
 from cleave.train.offload.pieces import SENT
@@ -56,16 +57,27 @@ _NEUTRAL_ARGUMENTS = {
 
 
 def install(
-    model: nn.Module, fleet: Columns, weights: Weights, tell: Listener, *, local: Local, must: bool = False
+    model: nn.Module,
+    fleet: Columns,
+    weights: Weights,
+    tell: Listener,
+    *,
+    local: Local,
+    must: bool = False,
+    may_lease: bool = True,
 ) -> str | None:
     """Run all decoder stacks of a model on the fleet wherever that pays off or, with `must`, is possible.
+
+    With `may_lease`, devices may keep weights and optimizer states.
 
     Returns the reason if none can run now; every call checks again.
     """
     reasons: list[str] = []
     places = families.find(model)
     for place in places:
-        runner = _Runner(fleet, weights, tell, local=local, must=must)
+        leases = Leases(fleet, weights, tell, shared=shared_parameters(model), is_allowed=may_lease)
+        runner = _Runner(fleet, weights, tell, leases, local=local, must=must)
+        runner.hooks = leases.watch_saving(model)
         described = families.describe(place)
         if isinstance(described, str):
             reasons.append(described)
@@ -87,18 +99,31 @@ def overlap(model: nn.Module, optimizer: torch.optim.Optimizer) -> str | None:
     reason = why_not(optimizer)
     if reason is not None:
         return reason
-    runners = {
-        id(module._cleave_stack): module._cleave_stack for module in model.modules() if isinstance(module, _InStack)
-    }
+    runners = _runners(model)
     if not runners:
         return "no stack of it may run on devices"
-    owners = Counter(id(one) for module in model.modules() for one in module._parameters.values() if one is not None)
-    single = [
-        parameter for parameter in model.parameters() if owners[id(parameter)] == 1
-    ]  # shared ones get gradients elsewhere too
-    for runner in runners.values():
+    shared = shared_parameters(model)  # which get gradients elsewhere too
+    single = [parameter for parameter in model.parameters() if id(parameter) not in shared]
+    for runner in runners:
         runner.overlap_with(optimizer, single)
     return None
+
+
+def _runners(model: nn.Module) -> list[_Runner]:
+    found = {id(one._cleave_stack): one._cleave_stack for one in model.modules() if isinstance(one, _InStack)}
+    return list(found.values())
+
+
+def shared_parameters(model: nn.Module) -> set[int]:
+    """Return ids of parameters used by more than one module, such as a head tied to the embedding."""
+    owners = Counter(id(one) for module in model.modules() for one in module._parameters.values() if one is not None)
+    return {parameter for parameter, count in owners.items() if count > 1}
+
+
+def know(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Tell the stacks which optimizer will step them, before its first step."""
+    for runner in _runners(model):
+        runner.leases.know(optimizer)
 
 
 def gives_loss(model: nn.Module) -> bool:
@@ -107,6 +132,10 @@ def gives_loss(model: nn.Module) -> bool:
 
 
 def uninstall(model: nn.Module) -> None:
+    for runner in _runners(model):
+        runner.leases.end("the model is no longer distributed")
+        for hook in runner.hooks:
+            hook.remove()
     for module in model.modules():
         if isinstance(module, _InStack):
             restore(module)  # type: ignore[arg-type]
@@ -187,7 +216,11 @@ class _BaseCall:
 class _Runner:
     """State shared by the modules of a stack: each thread's call, and the messages already shown."""
 
-    def __init__(self, fleet: Columns, weights: Weights, tell: Listener, *, local: Local, must: bool) -> None:
+    def __init__(
+        self, fleet: Columns, weights: Weights, tell: Listener, leases: Leases, *, local: Local, must: bool
+    ) -> None:
+        self.leases = leases
+        self.hooks: list[Any] = []
         self._fleet, self._weights, self._tell, self._local, self._must = fleet, weights, tell, local, must
         self._told: set[GrainChosen | Note] = set()
         self._stacks: dict[bool, Decoder] = {}
@@ -260,7 +293,15 @@ class _Runner:
         attention: str = call.base.config._attn_implementation  # type: ignore[union-attr, assignment]
         mask = padding(given.get("attention_mask"), x, first.window, attention)
         rotary = rotary_table(given["position_embeddings"], first.head_dim) if first.is_rotary else None
-        work = PassWork(description.stack, x.shape[0], x.shape[1], is_trained, is_trained and x.requires_grad)
+        work = PassWork(
+            description.stack,
+            x.shape[0],
+            x.shape[1],
+            is_trained,
+            is_trained and x.requires_grad,
+            states := self.leases.states(description) if is_trained else None,
+            frozenset() if states is None else self.leases.unleased(description),
+        )
         choice = self._fleet.choose_pass(work, self._local, must=self._must)
         if not choice.is_resident:
             return None
@@ -276,6 +317,7 @@ class _Runner:
             is_trained=is_trained,
             plan=choice.plan,
             overlap=self._overlap,
+            leases=self.leases,
         )
         if request is None:
             return output

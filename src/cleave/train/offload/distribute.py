@@ -50,13 +50,15 @@ def distribute(
     tell: Listener = lambda event: None,
     immediate: bool = False,
     grain: Grain = GRAIN,
+    may_lease: bool = True,
 ) -> Module:
     """Send the gemms of every linear layer of a model to a fleet; return the same model.
 
     Gradients of weights are complete when `backward()` returns. `immediate` makes them ordinary autograd results, for
     `torch.autograd.grad(loss, weights)`, at the cost of waiting for each. With grain `auto` or `resident`, decoder
     stacks run as a whole where that is faster or, with `resident`, wherever possible; in training the loss of labels is
-    then computed there too and no logits are returned.
+    then computed there too and no logits are returned. With `may_lease`, trusted devices that hold layers alone keep
+    their weights and optimizer states, where that is faster and the optimizer allows it.
     """
     found = [module for module in model.modules() if is_linear(module)]
     if not found:
@@ -64,12 +66,13 @@ def distribute(
             f"{type(model).__name__} has no nn.Linear or Conv1D layer, so there is nothing to send to devices; "
             "train it without a fleet"
         )
-    shared = _shared_parameters(model)
+    shared, heads = stack.shared_parameters(model), _head_modules(model)
     offloading = _Offloading(fleet, offload, tell, immediate)
     for module in found:
         if isinstance(getattr(module, "_cleave", None), _Site):
             _restore(module)
-        module._cleave = _Site(offloading, module, is_shared=id(module.weight) in shared)  # type: ignore[assignment]
+        site = _Site(offloading, module, is_shared=id(module.weight) in shared, is_head=module in heads)
+        module._cleave = site  # type: ignore[assignment]
         module.__class__ = _distributed_class(type(module))
     offloading.loading = model.register_load_state_dict_post_hook(_Loaded(offloading))
     stack.uninstall(model)
@@ -77,7 +80,15 @@ def distribute(
         tell(GrainChosen(grain="gemm", reason="as set"))
     else:
         assert isinstance(fleet, Columns), "only such a fleet runs stacks"
-        reason = stack.install(model, fleet, offloading.weights, tell, must=grain == "resident", local=offloading.local)
+        reason = stack.install(
+            model,
+            fleet,
+            offloading.weights,
+            tell,
+            must=grain == "resident",
+            local=offloading.local,
+            may_lease=may_lease and not immediate,
+        )
         if reason is not None and grain == "resident":
             undistribute(model)
             raise ModelError(f"{type(model).__name__} cannot stay on devices: {reason}; use grain auto or gemm")
@@ -96,15 +107,11 @@ def undistribute(model: Module) -> Module:
     return model
 
 
-def _shared_parameters(model: nn.Module) -> set[int]:
-    """Return ids of parameters used by more than one module, such as a head tied to the embedding."""
-    seen: set[int] = set()
-    shared: set[int] = set()
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                (shared if id(parameter) in seen else seen).add(id(parameter))
-    return shared
+def _head_modules(model: nn.Module) -> set[nn.Module]:
+    """Return the layers that compute logits, where the model can name them."""
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else getattr(model, "lm_head", None)
+    return set(head.modules()) if isinstance(head, nn.Module) else set()
 
 
 # ------------------------------------------------------------------------------------------------ swapped classes
@@ -214,8 +221,10 @@ class _ReadyOutput:
 class _Site:
     """One distributed layer and its group."""
 
-    def __init__(self, offloading: _Offloading | None, module: nn.Module, *, is_shared: bool) -> None:
-        self.offloading, self.is_shared = offloading, is_shared
+    def __init__(
+        self, offloading: _Offloading | None, module: nn.Module, *, is_shared: bool, is_head: bool = False
+    ) -> None:
+        self.offloading, self.is_shared, self.is_head = offloading, is_shared, is_head
         self._module = weakref.ref(module)
         self.leader: _Site | None = None
         self.followers: list[_Site] = []
@@ -290,7 +299,12 @@ class _Site:
             weights=offloading.weights,
             linear=linear,
             plan=choice.plan,
-            format=wire_format(offloading.fleet, dtype),
+            format=wire_format(offloading.fleet, dtype, "activation"),
+            dy_format=wire_format(
+                offloading.fleet,
+                dtype,
+                "logit gradient" if any(site.is_head for site in group) else "activation gradient",
+            ),
             dtype=dtype,
             members=tuple(weights),
             deferred=tuple(
@@ -303,7 +317,7 @@ class _Site:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Site:
         module: Any = memo.get(id(self._module())) or self._module()
-        return _Site(self.offloading, module, is_shared=self.is_shared)
+        return _Site(self.offloading, module, is_shared=self.is_shared, is_head=self.is_head)
 
     def __reduce__(self) -> Any:
         return _unpickled_site, ()

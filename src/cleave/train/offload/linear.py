@@ -21,15 +21,17 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch.autograd import Variable
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from cleave.core.cost.streams import Stream, stream_format
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.batch import Matrix
 from cleave.core.model.gemms import Linear, Role
 from cleave.core.plan.choose import LayerChoice, Local
 from cleave.core.plan.gemm.layer import LinearPlan
 from cleave.protocol.numbers import Encoded
+from cleave.train.offload.leased_tensors import LeasedParameter
+from cleave.train.offload.step_hooks import watch_steps
 
 _BACKWARD, _FORWARD, _WEIGHTS = 0, 1, 2  # priorities: what the caller waits for comes first
 HALVES: dict[torch.dtype, WireFormat] = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -52,7 +54,14 @@ class Multiplier(Protocol):
     def choose_layer(self, linear: Linear, local: Local = ...) -> LayerChoice: ...
 
     def submit(
-        self, role: Role, a: tuple[Any, ...], b: tuple[Any, ...], plan: LinearPlan | None, *, priority: int = 1
+        self,
+        role: Role,
+        a: tuple[Any, ...],
+        b: tuple[Any, ...],
+        plan: LinearPlan | None,
+        *,
+        priority: int = 1,
+        format: WireFormat | None = None,
     ) -> Future[list[Matrix]]: ...
 
     def step_ended(self) -> None: ...
@@ -61,6 +70,13 @@ class Multiplier(Protocol):
 
 
 # ------------------------------------------------------------------------------------------------ weights
+
+
+def parameter_format(fleet: Multiplier, parameter: torch.Tensor) -> WireFormat:
+    """Return the wire format of a parameter."""
+    if parameter.dim() > 1:
+        return wire_format(fleet, compute_dtype(parameter), "weight")
+    return wire_format(fleet, parameter.dtype, "vector")
 
 
 class Weights:
@@ -79,14 +95,7 @@ class Weights:
         self._single: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._lock = threading.Lock()
         self._known = WeakTensorKeyDictionary()  # weight -> {format: (key, operand)}
-        itself = weakref.ref(self)
-
-        def stepped(optimizer: torch.optim.Optimizer, *_: object) -> None:
-            weights = itself()
-            if weights is not None:
-                weights._stepped(optimizer)
-
-        weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+        watch_steps(self)
 
     def changed(self) -> None:
         """All trained parameters may have new values."""
@@ -97,7 +106,10 @@ class Weights:
         """Declare that this optimizer changes only parameters that have a gradient when it steps."""
         self._single.add(optimizer)
 
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def stepping(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+        """Nothing changes before a step."""
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         if optimizer not in self._single:
             self.changed()
             return
@@ -111,8 +123,14 @@ class Weights:
         self.steps += 1
         self._fleet.step_ended()
 
+    def touched(self) -> None:
+        """Trained parameters have new values, though no optimizer stepped."""
+        self._whole += 1
+
     def operand(self, weight: torch.Tensor, format: WireFormat) -> FleetTensor:
-        with self._lock:
+        if isinstance(weight, LeasedParameter):
+            weight._cleave_keeper.refresh("a batch is computed without the devices that keep weights")
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
             key = self._key(weight)
             formats: dict[WireFormat, tuple[object, FleetTensor]] | None = self._known.get(weight)
             if formats is None:
@@ -170,6 +188,8 @@ class GroupCall:
     plan: LinearPlan | None
     """The plan chosen before the call; None without devices, to be planned when one joins."""
     format: WireFormat
+    """Format of X, the weights and all results."""
+    dy_format: WireFormat
     dtype: torch.dtype
     """Dtype of the outputs."""
     members: tuple[torch.Tensor, ...]
@@ -187,9 +207,10 @@ class GroupCall:
         return "forward" if self.is_transposed else "grad_input"
 
 
-def wire_format(fleet: Multiplier, dtype: torch.dtype) -> WireFormat:
-    """Return the wire format: 16-bit types as they are unless the wire is int8, everything else as the fleet's wire."""
-    return fleet.wire if fleet.wire == "int8" else HALVES.get(dtype, fleet.wire)
+def wire_format(fleet: Multiplier, dtype: torch.dtype, stream: Stream) -> WireFormat:
+    """Return the format of a tensor's stream; 16-bit types travel as they are unless 8 bits will do."""
+    format = stream_format(stream, fleet.wire)
+    return format if format == "q8" else HALVES.get(dtype, format)
 
 
 def apply(call: GroupCall, x: torch.Tensor, biases: Sequence[torch.Tensor | None]) -> tuple[torch.Tensor, ...]:
@@ -209,7 +230,9 @@ class _Layers(torch.autograd.Function):
         operand = call.fleet.tensor(rows, x.shape[-1], call.format)
         bind(operand, x, call.format)
         weights = tuple(call.weights.operand(weight, call.format) for weight in call.members)
-        future = call.fleet.submit(call.forward_role, (operand,), weights, call.plan, priority=_FORWARD)
+        future = call.fleet.submit(
+            call.forward_role, (operand,), weights, call.plan, priority=_FORWARD, format=call.format
+        )
         outputs = call.fleet.wait(future)
         operand.bind(None)  # devices keep their copies; backward binds the saved tensor again
         ctx.set_materialize_grads(False)
@@ -229,15 +252,17 @@ class _Layers(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         there = [i for i, grad in enumerate(grads) if grad is not None]
         dys = [_like_output(grads[i], call) for i in there]
-        operands = [call.fleet.tensor(dy.shape[0], dy.shape[1], call.format) for dy in dys]
+        operands = [call.fleet.tensor(dy.shape[0], dy.shape[1], call.dy_format) for dy in dys]
         for operand, dy in zip(operands, dys, strict=True):
-            bind(operand, dy, call.format)
+            bind(operand, dy, call.dy_format)
 
         dx_future = None
         if ctx.needs_input_grad[2] and there:
             weights = tuple(ctx.weights[i] for i in there)
             plan = call.plan if len(there) == len(grads) else _plan_of(call, there)
-            dx_future = call.fleet.submit(call.input_role, tuple(operands), weights, plan, priority=_BACKWARD)
+            dx_future = call.fleet.submit(
+                call.input_role, tuple(operands), weights, plan, priority=_BACKWARD, format=call.format
+            )
         dw_futures = _start_weights(ctx, x, there, operands)
 
         dbs = [
@@ -265,7 +290,7 @@ def _start_weights(ctx: Any, x: torch.Tensor, there: list[int], operands: list[A
     plan = call.plan if len(wanted) == len(call.members) else _plan_of(call, [i for i, _ in wanted])
     dys = tuple(dy for _, dy in wanted)
     a, b = ((ctx.operand,), dys) if call.is_transposed else (dys, (ctx.operand,))
-    future = call.fleet.submit("grad_weight", a, b, plan, priority=_WEIGHTS)
+    future = call.fleet.submit("grad_weight", a, b, plan, priority=_WEIGHTS, format=call.format)
     return {i: (future, position) for position, (i, _) in enumerate(wanted)}
 
 

@@ -8,7 +8,7 @@ collects. Also converts masks, rotary tables and labels of a batch. Knows no mod
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -16,13 +16,14 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 import torch
 
-from cleave.core.cost.wire import WireFormat
 from cleave.core.model.batch import Batch, Gradients, Matrix
 from cleave.core.model.decoder import Decoder
 from cleave.core.plan.choose import Local, PassChoice, PassWork
 from cleave.core.plan.resident.stages import ResidentPlan
+from cleave.errors import LeaseLost
 from cleave.train.offload.families import Description
-from cleave.train.offload.linear import HALVES, Multiplier, Weights, compute_dtype, wire_format
+from cleave.train.offload.leases import FleetLease, Leases
+from cleave.train.offload.linear import Multiplier, Weights, parameter_format
 from cleave.train.offload.overlap import Overlap
 
 _Result = TypeVar("_Result")
@@ -36,7 +37,21 @@ class Columns(Multiplier, Protocol):
         """Choose the devices to hold the layers for such a batch, or give the reason why not; the fleet reports it."""
         ...
 
-    def run(self, decoder: Decoder, batch: Batch[Any], plan: ResidentPlan | None) -> Pass: ...
+    def run(
+        self, decoder: Decoder, batch: Batch[Any], plan: ResidentPlan | None, lease: Any = None, *, is_exact: bool = ...
+    ) -> Pass: ...
+
+    def lease(self, decoder: Decoder, plan: ResidentPlan, lent: Any) -> Any:
+        """Prepare to lend parameters and their optimizer states to devices."""
+        ...
+
+    def intact(self, lease: Any) -> frozenset[int]:
+        """Leased parameters that their devices still hold."""
+        ...
+
+    def before_closing(self, call: Callable[[], None]) -> None:
+        """Have something done before the fleet closes."""
+        ...
 
     def wait(self, future: Future[_Result]) -> _Result: ...
 
@@ -88,13 +103,15 @@ def run(
     is_trained: bool,
     plan: ResidentPlan | None,
     overlap: Overlap | None = None,
+    leases: Leases | None = None,
 ) -> torch.Tensor:
     """Return the output of the stack, in the shape and dtype of `x`; with targets, the loss."""
+    lease = leases.for_training(description, plan) if leases is not None and is_trained else None
     batch = Batch(
         x=_matrix(x),
         sequences=x.shape[0],
         sequence=x.shape[1],
-        operands=_operands(fleet, weights, description),
+        operands=_operands(fleet, weights, description, lease),
         mask=mask,
         rotary=rotary,
         targets=None if targets is None else targets.words,
@@ -103,37 +120,66 @@ def run(
         wants_dx=is_trained and x.requires_grad,
         is_piecemeal=overlap is not None and any(one in overlap for one in description.parameters),
     )
-    return _Stack.apply(fleet, weights, overlap, description, batch, plan, x, *description.parameters)  # type: ignore[no-any-return]
+    call = _Call(fleet, weights, overlap, description, plan, leases)
+    return _Stack.apply(call, batch, lease, x, *description.parameters)  # type: ignore[no-any-return]
 
 
-def _operands(fleet: Columns, weights: Weights, description: Description) -> tuple[Any, ...]:
-    return tuple(weights.operand(one, _format(fleet, one)) for one in description.parameters)
+def _operands(
+    fleet: Columns, weights: Weights, description: Description, lease: FleetLease | None = None
+) -> tuple[Any, ...]:
+    leased = () if lease is None else lease.parameters
+    return tuple(
+        None if number in leased else weights.operand(one, parameter_format(fleet, one))
+        for number, one in enumerate(description.parameters)
+    )
 
 
-def _format(fleet: Columns, parameter: torch.Tensor) -> WireFormat:
-    """Return the wire format of a parameter; vectors are small and norms sensitive, so they keep their precision."""
-    return wire_format(fleet, compute_dtype(parameter)) if parameter.dim() > 1 else HALVES.get(parameter.dtype, "fp32")
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """What forward and backward of one batch share."""
+
+    fleet: Columns
+    weights: Weights
+    overlap: Overlap | None
+    description: Description
+    plan: ResidentPlan | None
+    leases: Leases | None
+
+    def run(self, batch: Batch[Any], lease: FleetLease | None) -> Pass:
+        return self.fleet.run(self.description.stack, batch, self.plan if lease is None else lease.plan, lease)
+
+    def run_again(self, batch: Batch[Any]) -> tuple[Pass, Batch[Any]]:
+        """Run a batch without a lease, with the weights as they are now."""
+        batch = replace(batch, operands=_operands(self.fleet, self.weights, self.description))
+        return self.run(batch, None), batch
+
+    def recover(self, fault: LeaseLost) -> None:
+        assert self.leases is not None, "else nothing was leased"
+        self.leases.recover(str(fault))
 
 
 class _Stack(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        fleet: Columns,
-        weights: Weights,
-        overlap: Overlap | None,
-        description: Description,
+        call: _Call,
         batch: Batch[Any],
-        plan: ResidentPlan | None,
+        lease: FleetLease | None,
         x: torch.Tensor,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        running = fleet.run(description.stack, batch, plan)
-        outputs = torch.from_numpy(fleet.wait(running.outputs))
+        running = call.run(batch, lease)
+        try:
+            matrix = call.fleet.wait(running.outputs)
+        except LeaseLost as fault:
+            call.recover(fault)
+            lease = None
+            running, batch = call.run_again(batch)
+            matrix = call.fleet.wait(running.outputs)
+        outputs = torch.from_numpy(matrix)
         if batch.is_trained:
             ctx.save_for_backward(x, *parameters)  # lets torch detect writes to them before backward
-            ctx.fleet, ctx.description, ctx.batch, ctx.running = fleet, description, batch, running
-            ctx.weights, ctx.overlap, ctx.plan = weights, overlap, plan
+            ctx.call, ctx.batch, ctx.running, ctx.lease = call, batch, running, lease
         if batch.scales is not None:
             return torch.sum(outputs * torch.from_numpy(batch.scales), dtype=torch.float64).to(x.device, torch.float32)
         return outputs.view(x.shape).to(x.device, x.dtype)
@@ -141,17 +187,19 @@ class _Stack(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        fleet: Columns = ctx.fleet
+        call: _Call = ctx.call
         batch: Batch[Any] = ctx.batch
+        lease: FleetLease | None = ctx.lease
         x, *_ = ctx.saved_tensors
         running: Pass | None = ctx.running
         if running is None:  # a pass has one backward; a retained graph needs another pass
-            batch = replace(batch, operands=_operands(fleet, ctx.weights, ctx.description))
-            running = fleet.run(ctx.description.stack, batch, ctx.plan)
-        ctx.running, ctx.batch = None, replace(batch, operands=())  # a kept loss must not keep the weights
+            lease = None
+            running, batch = call.run_again(batch)
+        ctx.running, ctx.lease = None, None
+        ctx.batch = replace(batch, operands=())  # a kept loss must not keep the weights
         is_loss = batch.scales is not None
-        returned = running.backward(None if is_loss else _matrix(grad))
-        scale = grad.item() if is_loss else 1.0
+        dy, scale = (None, grad.item()) if is_loss else (_matrix(grad), 1.0)
+        description, overlap = call.description, call.overlap
 
         def like(tensor: torch.Tensor, matrix: Matrix | None) -> torch.Tensor | None:
             if matrix is None:
@@ -159,19 +207,32 @@ class _Stack(torch.autograd.Function):
             gradient = torch.from_numpy(matrix).view(tensor.shape)
             return (gradient if scale == 1.0 else gradient * scale).to(tensor.device, tensor.dtype)
 
+        returned = running.backward(dy)
         updated: set[int] = set()
         for number, matrix in running.arrivals() if batch.is_piecemeal else ():
-            parameter = ctx.description.parameters[number]
-            if parameter in ctx.overlap:
+            parameter = description.parameters[number]
+            if overlap is not None and parameter in overlap:
                 updated.add(number)
-                ctx.overlap.update(parameter, like(parameter, matrix))
-                running.publish(number, ctx.weights.operand(parameter, _format(fleet, parameter)))
-        gradients: Gradients = fleet.wait(returned)
+                gradient = like(parameter, matrix)
+                assert gradient is not None
+                overlap.update(parameter, gradient)
+                running.publish(number, call.weights.operand(parameter, parameter_format(call.fleet, parameter)))
+        try:
+            gradients: Gradients = call.fleet.wait(returned)
+            if lease is not None:
+                assert call.leases is not None
+                call.leases.returned(lease, running, batch, scale)
+        except LeaseLost as fault:
+            call.recover(fault)
+            running, batch = call.run_again(batch)
+            if not is_loss:
+                call.fleet.wait(running.outputs)
+            gradients = call.fleet.wait(running.backward(dy))
         own = (
             None if number in updated else like(parameter, gradients.parameters[number])
-            for number, parameter in enumerate(ctx.description.parameters)
+            for number, parameter in enumerate(description.parameters)
         )
-        return None, None, None, None, None, None, like(x, gradients.dx), *own
+        return None, None, None, like(x, gradients.dx), *own
 
 
 def _matrix(tensor: torch.Tensor) -> Matrix:

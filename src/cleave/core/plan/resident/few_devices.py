@@ -9,7 +9,6 @@ from __future__ import annotations
 from math import inf
 
 from cleave.core.cost.rates import Server
-from cleave.core.cost.resident import sum_up
 from cleave.core.cost.terms import lean_terms
 from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Profiles
@@ -17,10 +16,12 @@ from cleave.core.model.shapes import ModelShape
 from cleave.core.model.sublayers import sublayers_of
 from cleave.core.plan.resident.cover import Recipe
 from cleave.core.plan.resident.large_fleet import ModelPlan, Round
+from cleave.core.plan.resident.problem import Leasing, Problem, pose
 from cleave.core.plan.resident.search import area_bound_s
 from cleave.core.plan.resident.small_fleet import plan_columns
+from cleave.core.plan.resident.stages import Column, ResidentPlan
 
-FEW = 8
+FEW = 16
 _CHUNKS = (16, 64, 256, 1024)
 
 
@@ -32,38 +33,26 @@ def plan_few(
     sequence: int,
     wire: WireFormat,
     server: Server,
+    leasing: Leasing | None = None,
 ) -> ModelPlan:
     """A plan for up to `FEW` devices; InfeasibleError if their memory does not hold the model at once."""
     sublayers, terms = sublayers_of(shape), lean_terms(wire)
-    plan = plan_columns(
+    lease_states = None if leasing is None else leasing.states
+    problem = pose(
         profiles,
         sublayers,
         hidden=shape.hidden,
         sequences=tokens // sequence,
         sequence=sequence,
-        wire=wire,
+        terms=terms,
         wants_dx=not shape.adapter_rank,  # adapters leave the token table as it is
         server=server,
         medium_bytes_per_s=_medium_bytes_per_s(profiles),
-        chunks=_CHUNKS,
-        terms=terms,
+        leasing=leasing,
     )
-    whole = sum_up(sublayers, hidden=shape.hidden, sequence=sequence, terms=terms, wants_dx=not shape.adapter_rank)
-    # what the busiest device spends on weights and gradients; the rest is rows
-    links = {
-        name: terms.weight_bytes / down + terms.gradient_bytes / up
-        for name, down, up in zip(
-            profiles.names, profiles.down_bytes_per_s.tolist(), profiles.up_bytes_per_s.tolist(), strict=True
-        )
-    }
-    synchronisation_s = max(
-        links[device]
-        * sum(one.trained for one in sublayers[stage.first : stage.first + stage.count])
-        / len(stage.columns)
-        for stage in plan.stages
-        for device in stage.devices
-    )
+    plan = plan_columns(problem, chunks=_CHUNKS)
     return ModelPlan(
+        lease_states=lease_states,
         shape=shape,
         tokens=tokens,
         sequence=sequence,
@@ -72,14 +61,33 @@ def plan_few(
             Round(
                 plan=plan,
                 recipe=Recipe(chunk=plan.chunk),
-                synchronisation_s=min(synchronisation_s, plan.busiest_s),
+                synchronisation_s=min(_synchronisation_s(problem, plan), plan.busiest_s),
             ),
         ),
-        bound_s=min(area_bound_s(profiles, whole, tokens, is_held=True), plan.step_s),
+        bound_s=min(area_bound_s(profiles, problem.sums, tokens, is_held=True, lease_states=lease_states), plan.step_s),
         left_out={
             name: "speed: the step would take longer with it" for name in profiles.names if name not in plan.devices
         },
     )
+
+
+def _synchronisation_s(problem: Problem, plan: ResidentPlan) -> float:
+    """Seconds that the busiest device spends on weights and gradients; the rest is rows."""
+    profiles, terms = problem.profiles, problem.sums.terms
+    links_s = terms.weight_bytes / profiles.down_bytes_per_s + terms.gradient_bytes / profiles.up_bytes_per_s
+    number_s = dict(zip(profiles.names, links_s.tolist(), strict=True))
+    return max(
+        number_s[holding.device] * _synchronised(problem, column)
+        for stage in plan.stages
+        for column in stage.columns
+        for holding in column.holdings
+    )
+
+
+def _synchronised(problem: Problem, column: Column) -> float:
+    """Trained numbers of a column that cross its holders' links in a step."""
+    held = problem.sums.sublayers[column.shard.first : column.shard.stop]
+    return sum(one.unleased if column.is_leased else one.trained / column.shard.of for one in held)
 
 
 def _medium_bytes_per_s(profiles: Profiles) -> float:

@@ -54,6 +54,8 @@ class ModelPlan:
     """one rectangle of tokens x parameters of any size per device, no fill: no columns can be faster"""
     left_out: dict[str, str]
     """device -> reason"""
+    lease_states: int | None = None
+    """optimizer states per trained weight, if columns could be leased"""
 
     @property
     def task(self) -> tuple[ModelShape, int, int, WireFormat]:
@@ -62,6 +64,15 @@ class ModelPlan:
     @property
     def stages(self) -> tuple[Stage, ...]:
         return tuple(stage for part in self.rounds for stage in part.plan.stages)
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        return tuple(column for stage in self.stages for column in stage.columns)
+
+    @property
+    def log_bytes(self) -> float:
+        """Inputs and output gradients that the server keeps between two snapshots of leased columns."""
+        return sum(part.plan.log_bytes for part in self.rounds)
 
     @property
     def devices(self) -> frozenset[DeviceId]:

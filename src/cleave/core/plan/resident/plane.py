@@ -40,11 +40,11 @@ def tiles(plan: ModelPlan) -> tuple[Tile, ...]:
     for number, stage in enumerate(plan.stages):
         left, right = float(begins[stage.first]), float(begins[stage.first + stage.count])
         width = (right - left) / len(stage.columns)
-        for part, (_, holdings) in enumerate(stage.columns):
-            sequences = np.cumsum([holding.sequences for holding in holdings])
+        for part, column in enumerate(stage.columns):
+            sequences = np.cumsum([holding.sequences for holding in column.holdings])
             ends = np.rint(sequences * plan.sequence).astype(np.int64).tolist()
             sides = left + part * width, left + (part + 1) * width
-            for holding, top, bottom in zip(holdings, [0, *ends[:-1]], ends, strict=True):
+            for holding, top, bottom in zip(column.holdings, [0, *ends[:-1]], ends, strict=True):
                 found.append(Tile(holding.device, number, part, sides, (top, bottom)))
     return tuple(found)
 
@@ -59,7 +59,7 @@ def worth_of_one_more(plan: ModelPlan, profiles: Profiles) -> dict[str, float]:
     is_held = len(plan.rounds) == 1
 
     def bound_s(fleet: Profiles) -> float:
-        return area_bound_s(fleet, whole, plan.tokens, is_held=is_held, tolerance=_FINE)
+        return area_bound_s(fleet, whole, plan.tokens, is_held=is_held, lease_states=plan.lease_states, tolerance=_FINE)
 
     now_s = bound_s(profiles)
     return {

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from cleave.core.cost.lease import lease_bytes
 from cleave.core.cost.rates import Server
 from cleave.core.cost.resident import SublayerSums, shard_costs
 from cleave.core.fleet.profiles import Profiles
@@ -33,11 +34,20 @@ class Found:
     cover: Cover
 
 
-def area_bound_s(profiles: Profiles, of: SublayerSums, tokens: int, *, is_held: bool, tolerance: float = 1e-3) -> float:
+def area_bound_s(
+    profiles: Profiles,
+    of: SublayerSums,
+    tokens: int,
+    *,
+    is_held: bool,
+    lease_states: int | None = None,
+    tolerance: float = 1e-3,
+) -> float:
     """The least time in which devices with one rectangle r x w each could tile the plane, ignoring borders.
 
-    A rectangle moves 2 h r numbers each way for rows and w for weights, in separate parts of the time. The head's rows
-    cost less, so it is left out of the area; memory counts only if weights are held (`is_held`).
+    A rectangle moves 2 h r numbers each way for rows and w for weights, in separate parts of the time; a leased one has
+    all rows, and its weights do not move. The head's rows cost less, so it is left out of the area; memory counts only
+    if weights are held (`is_held`).
     """
     terms = of.terms
     head = sum(sublayer.params for sublayer in of.sublayers if sublayer.kind == "head")
@@ -47,16 +57,23 @@ def area_bound_s(profiles: Profiles, of: SublayerSums, tokens: int, *, is_held: 
     trained = min((one.trained / one.params for one in of.sublayers if one.kind != "head"), default=1.0)
     sync_s = np.maximum(terms.gradient_bytes / profiles.up_bytes_per_s, terms.weight_bytes / profiles.down_bytes_per_s)
     sync_s *= trained
-    held = profiles.memory_bytes / (terms.resident_bytes + terms.accumulator_bytes * trained) if is_held else np.inf
-    most = np.minimum(held, params)
+    number_bytes = terms.resident_bytes + terms.accumulator_bytes * trained
+    most = np.minimum(profiles.memory_bytes / number_bytes if is_held else np.inf, params)
     param_flops = _least_flops_per_param(of)
+    may_lease = is_held and lease_states is not None
+    leased_bytes = number_bytes + trained * float(lease_bytes(terms, 1.0, lease_states or 0))
+    most_leased = np.minimum(profiles.memory_bytes / leased_bytes, params)
 
     def reached(seconds: float) -> float:
         flowing = seconds * (1 - _SPLITS[:, None])
         # use the next split's synchronization, so that the bound holds for splits in between
         weights = np.minimum(seconds * np.append(_SPLITS[1:], 1.0)[:, None] / sync_s, most)
         rows = np.minimum(flowing / row_s, tokens)
-        return float(np.minimum(rows * weights, flowing * profiles.flops_per_s / param_flops).max(axis=0).sum())
+        done = np.minimum(rows * weights, flowing * profiles.flops_per_s / param_flops).max(axis=0)
+        if may_lease:
+            leased = np.minimum(tokens * most_leased, seconds * profiles.flops_per_s / param_flops)
+            done = np.maximum(done, np.where(tokens * row_s <= seconds, leased, 0.0))
+        return float(done.sum())
 
     low, high = 1e-6, _MOST_SECONDS
     while high / low > 1 + tolerance:

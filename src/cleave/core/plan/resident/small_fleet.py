@@ -1,176 +1,151 @@
 """Columns for the few devices of a live server: which device holds which sublayers, searched nearly exhaustively.
 
-Devices are put into a few natural orders; along each, a dynamic program finds, for every number of stages and devices,
-the cut of the sublayers whose busiest column finishes first. Each such arrangement is then judged as a whole (fill,
-server, medium), so that data parallel, a pipeline, slices and everything in between compete on equal terms. The best
-are played through (`timeline.py`) with chunks of every size, and the winner's cuts are moved while that helps. Devices
-keep what they hold unless another arrangement is clearly faster. Knows neither shapes nor sockets.
+`arrangements` proposes, for every number of stages and devices, the cut whose busiest column finishes first. Each is
+judged as a whole (fill, server, medium), so that data parallel, a pipeline, slices and everything in between compete on
+equal terms, leased or synchronized. The best are played through (`timeline`) with chunks of every size, and the
+winner's stages are moved while that helps. Devices keep what they hold unless another arrangement is clearly faster.
+Knows neither shapes nor sockets.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from math import inf
 
 import numpy as np
 
-from cleave.core.cost.rates import Server
-from cleave.core.cost.resident import shard_costs, sum_up
-from cleave.core.cost.terms import Terms, live_terms
-from cleave.core.cost.wire import WireFormat
-from cleave.core.fleet.profiles import Bools, Floats, Ints, Profiles
-from cleave.core.model.sublayers import Sublayer
+from cleave.core.cost.resident import shard_costs
+from cleave.core.plan.resident.arrangements import Arrangements, arrangements
+from cleave.core.plan.resident.problem import Problem
 from cleave.core.plan.resident.search import Search
-from cleave.core.plan.resident.stages import (
-    Draft,
-    Problem,
-    ResidentPlan,
-    drafts,
-    is_cramped,
-    judge,
-    paces,
-    share_rows,
-)
+from cleave.core.plan.resident.stages import Draft, ResidentPlan, drafts, is_cramped, judge
 from cleave.core.plan.resident.timeline import PLAYED_SEQUENCES
 from cleave.errors import InfeasibleError, InputError
 
 CHUNKS = (16, 32, 64, 128, 256)
 
 _WORTH_MOVING = 0.7  # another arrangement must take less than this share: rates fluctuate, and weights must be sent
-_STEPS_PER_E = 4  # rates within about a quarter count as equal when devices are sorted
+_WORTH_LEASING = 0.95  # only optimizer states must be sent
 _FINALISTS = 5
 _MOST_UNITS = 20_000  # in one timeline: half a second
-_MOST_MOVES = 12  # cuts tried after the best arrangement is found
-_FEW = 5
+_MOST_MOVES = 60  # arrangements tried beside the best one found
+_MOVED_UNITS = 100_000  # in their timelines together
+_HOPELESS = 1.3  # the formula is seldom that much above the timeline
+_REFINED = 2  # of the arrangements that were played
 _MANY = 24  # beyond this many devices the dynamic program would take seconds
 _USUAL_CHUNK = 64
 _LIKELY_CHUNKS = 3
 
 
 def plan_columns(
-    profiles: Profiles,
-    sublayers: Sequence[Sublayer],
-    *,
-    hidden: int,
-    sequences: int,
-    sequence: int,
-    wire: WireFormat,
-    wants_dx: bool = True,
-    server: Server | None = None,
-    medium_bytes_per_s: float = inf,
-    cores: float = inf,
-    chunks: Sequence[int] = CHUNKS,
-    previous: ResidentPlan | None = None,
-    terms: Terms | None = None,
+    problem: Problem, *, chunks: Sequence[int] = CHUNKS, previous: ResidentPlan | None = None
 ) -> ResidentPlan:
     """The fastest arrangement found; or `previous`, if it still fits and the new one saves less than 30%.
 
-    `medium_bytes_per_s` is one medium shared by all traffic, such as a Wi-Fi network; `cores` is how many devices can
-    compute at once, if they are on one machine. Devices are numbered as in `profiles`; each is in at most one column,
-    and in none if it would only slow the step down. `terms` are those of live devices unless given.
+    Each device is in at most one column, and in none if it would only slow the step down.
     """
-    if not sublayers or min(hidden, sequences, sequence, *chunks) < 1:
-        raise InputError(
-            f"expected sublayers, hidden numbers, sequences and chunks from 1 up, got {len(sublayers)} sublayers, "
-            f"hidden {hidden}, {sequences} sequences of {sequence}, chunks {tuple(chunks)}; give a model and a batch"
-        )
-    terms = terms or live_terms(wire)
-    problem = _problem(
-        profiles, sublayers, hidden, sequences, sequence, terms, wants_dx, server, medium_bytes_per_s, cores
-    )
-    sizes = sorted({min(chunk, sequence) for chunk in chunks})
-    standing = _again(problem, previous)
-    best = _best(problem, sizes)
+    if min(chunks) < 1:
+        raise InputError(f"expected chunks of 1 token or more, got {tuple(chunks)}; change them")
+    sizes = sorted({min(chunk, problem.sums.sequence) for chunk in chunks})
+    standing = _standing(problem, previous)
+    if standing is not None:
+        found = _best(problem, sizes, is_thorough=False)
+        if found is None or found.step_s > standing.step_s * _WORTH_MOVING:
+            return standing
+    best = _best(problem, sizes, is_thorough=True)
     if best is None:
         raise InfeasibleError(_why_not(problem, sizes[0]))
-    if is_cramped(problem, drafts(best.stages, profiles.names) or [], best.chunk):
-        # what devices keep leaves room for fewer sequences: that may not pay
-        lean = _best(replace(problem, may_keep=False), sizes)
-        best = best if lean is None else min(best, lean, key=lambda plan: plan.step_s)
-    if standing is not None and best.step_s > standing.step_s * _WORTH_MOVING:
-        return standing
     return best
 
 
-def judge_again(
-    profiles: Profiles,
-    sublayers: Sequence[Sublayer],
-    plan: ResidentPlan,
-    *,
-    hidden: int,
-    sequences: int,
-    sequence: int,
-    wire: WireFormat,
-    wants_dx: bool = True,
-    server: Server | None = None,
-    medium_bytes_per_s: float = inf,
-    cores: float = inf,
-) -> ResidentPlan | None:
-    """The same arrangement with the time it takes on these profiles; None if a device is gone or too small."""
-    terms = live_terms(wire)
-    return _again(
-        _problem(profiles, sublayers, hidden, sequences, sequence, terms, wants_dx, server, medium_bytes_per_s, cores),
-        plan,
-    )
+def judge_again(problem: Problem, plan: ResidentPlan) -> ResidentPlan | None:
+    """The same arrangement with the time it takes on this fleet; None if a device is gone or too small."""
+    stages = _drafted(problem, plan)
+    return None if stages is None else _played(problem, stages, min(plan.chunk, problem.sums.sequence))
 
 
-def _problem(
-    profiles: Profiles,
-    sublayers: Sequence[Sublayer],
-    hidden: int,
-    sequences: int,
-    sequence: int,
-    terms: Terms,
-    wants_dx: bool,
-    server: Server | None,
-    medium_bytes_per_s: float,
-    cores: float,
-) -> Problem:
-    return Problem(
-        sums=sum_up(sublayers, hidden=hidden, sequence=sequence, terms=terms, wants_dx=wants_dx),
-        sequences=sequences,
-        profiles=profiles,
-        server=server or Server(),
-        medium_bytes_per_s=medium_bytes_per_s,
-        cores=cores,
-    )
-
-
-def _again(problem: Problem, previous: ResidentPlan | None) -> ResidentPlan | None:
-    if previous is None or sum(stage.count for stage in previous.stages) != len(problem.sums):
+def _standing(problem: Problem, previous: ResidentPlan | None) -> ResidentPlan | None:
+    """The previous arrangement on this fleet, with more of its columns leased if that pays: no weights need move."""
+    stages = None if previous is None else _drafted(problem, previous)
+    if previous is None or stages is None:
         return None
-    stages = drafts(previous.stages, problem.profiles.names)
-    return None if stages is None else _played(problem, stages, min(previous.chunk, problem.sums.sequence))
+    chunk = min(previous.chunk, problem.sums.sequence)
+    standing, leased = (
+        _played(problem, one, chunk) for one in (stages, [replace(stage, may_lease=True) for stage in stages])
+    )
+    if standing is None or (leased is not None and leased.step_s < standing.step_s * _WORTH_LEASING):
+        return leased
+    return standing
+
+
+def _drafted(problem: Problem, plan: ResidentPlan) -> list[Draft] | None:
+    """The stages of a plan on this fleet, leased as in the plan; None if a device is gone or the model is another."""
+    stages = drafts(plan.stages, problem.profiles.names)
+    if stages is None or sum(stage.count for stage in stages) != len(problem.sums):
+        return None
+    leased = [stage.columns[0].is_leased for stage in plan.stages]
+    return [replace(stage, may_lease=may_lease) for stage, may_lease in zip(stages, leased, strict=True)]
 
 
 def _played(problem: Problem, stages: Sequence[Draft], chunk: int) -> ResidentPlan | None:
     """Judge an arrangement by its timeline, unless that is too long."""
+    return judge(problem, stages, chunk, is_played=_units(problem, stages, chunk) <= _MOST_UNITS)
+
+
+def _units(problem: Problem, stages: Sequence[Draft], chunk: int) -> int:
+    """Tasks with rows in a timeline."""
     shards = sum(len(stage.members) for stage in stages)
-    units = 2 * shards * min(problem.sequences, PLAYED_SEQUENCES) * -(-problem.sums.sequence // chunk)
-    return judge(problem, stages, chunk, is_played=units <= _MOST_UNITS)
+    return 2 * shards * min(problem.sequences, PLAYED_SEQUENCES) * -(-problem.sums.sequence // chunk)
 
 
-def _best(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | None:
+def _best(problem: Problem, chunks: Sequence[int], *, is_thorough: bool) -> ResidentPlan | None:
+    """The fastest arrangement found: with leases or without, and keeping activations or not where memory is short."""
+    found: list[ResidentPlan] = []
+    synchronized = [replace(problem, leasing=None)] if problem.leasing is not None and is_thorough else []
+    for way in (problem, *synchronized):
+        best = _searched(way, chunks, is_thorough=is_thorough)
+        found += best
+        if best and is_cramped(way, _free(way, best[0]), best[0].chunk):
+            found += _searched(replace(way, may_keep=False), chunks, is_thorough=is_thorough)
+    return min(found, key=_step_s, default=None)
+
+
+def _searched(problem: Problem, chunks: Sequence[int], *, is_thorough: bool) -> list[ResidentPlan]:
+    """The fastest few arrangements found, fastest first."""
     if len(problem.profiles) > _MANY:
         return _best_of_many(problem, chunks)
+    found = _best_of_few(problem, chunks, is_thorough=is_thorough)
+    return sorted((_refined(problem, plan) for plan in found), key=_step_s) if is_thorough else found
+
+
+def _step_s(plan: ResidentPlan) -> float:
+    return plan.step_s
+
+
+def _best_of_few(problem: Problem, chunks: Sequence[int], *, is_thorough: bool) -> list[ResidentPlan]:
     usual = min(chunks, key=lambda chunk: abs(chunk - _USUAL_CHUNK))
     for chunk in dict.fromkeys((usual, chunks[0])):
-        found: list[ResidentPlan] = []
-        for order in _orders(problem.profiles):
-            for bound_s, stages in _arrangements(problem, order, chunk):
-                if len(found) >= _FINALISTS and bound_s >= found[_FINALISTS - 1].step_s:
-                    break
-                plan = judge(problem, stages(), chunk)
-                if plan is not None:
-                    found.append(plan)
-                    found.sort(key=lambda plan: plan.step_s)
-        if found:
+        proposed = arrangements(problem, chunk, in_any_order=is_thorough)
+        finalists = [plan for found in proposed for plan in _finalists(problem, found, chunk)]
+        if finalists:
             simple = [plan for stages in _simple(problem) if (plan := judge(problem, stages, chunk)) is not None]
-            return _refined(problem, _best_played(problem, [*found[:_FINALISTS], *simple], chunks))
-    return None
+            different = {plan.arrangement: plan for plan in (*finalists, *simple)}
+            return _best_played(problem, list(different.values()), chunks)
+    return []
+
+
+def _finalists(problem: Problem, proposed: Arrangements, chunk: int) -> list[ResidentPlan]:
+    """The best few of some arrangements by the formula."""
+    found: list[ResidentPlan] = []
+    for bound_s, stages in proposed:
+        if len(found) == _FINALISTS and bound_s >= found[-1].step_s:
+            break
+        plan = judge(problem, stages(), chunk)
+        if plan is not None:
+            found = sorted([*found, plan], key=_step_s)[:_FINALISTS]
+    return found
 
 
 def _simple(problem: Problem) -> Iterator[list[Draft]]:
@@ -180,159 +155,93 @@ def _simple(problem: Problem) -> Iterator[list[Draft]]:
     yield [Draft(0, length, (tuple(everyone),))]
 
 
-def _best_played(problem: Problem, plans: Sequence[ResidentPlan], chunks: Sequence[int]) -> ResidentPlan:
-    """The fastest of some arrangements by their timelines, with chunks of any size.
+def _best_played(problem: Problem, plans: Sequence[ResidentPlan], chunks: Sequence[int]) -> list[ResidentPlan]:
+    """The fastest few of some arrangements by their timelines, with chunks of any size.
 
-    The chunk of each is chosen by the formula, and its neighbors are played too.
+    The formula says which chunks to try, and what is hopeless.
     """
-    best: ResidentPlan | None = None
-    for plan in plans:
-        stages = drafts(plan.stages, problem.profiles.names) or []
+    likely: list[tuple[float, int, list[Draft], int]] = []
+    for number, plan in enumerate(plans):
+        stages = _free(problem, plan)
         judged = [(found.step_s, size) for size in chunks if (found := judge(problem, stages, size)) is not None]
-        likely = sorted(judged)[:_LIKELY_CHUNKS]
-        for played in (_played(problem, stages, size) for _, size in likely):
-            if played is not None and (best is None or played.step_s < best.step_s):
-                best = played
-    assert best is not None, "every arrangement given was feasible"
-    return best
+        likely += [(step_s, number, stages, size) for step_s, size in sorted(judged)[:_LIKELY_CHUNKS]]
+    best: dict[int, ResidentPlan] = {}
+    within_s = inf
+    for step_s, number, stages, size in sorted(likely, key=lambda one: one[:2]):
+        if step_s >= within_s * _HOPELESS:
+            break
+        played = _played(problem, stages, size)
+        if played is not None and (number not in best or played.step_s < best[number].step_s):
+            best[number] = played
+            if len(best) >= _REFINED:
+                within_s = sorted(plan.step_s for plan in best.values())[_REFINED - 1]
+    return sorted(best.values(), key=_step_s)[:_REFINED]
+
+
+def _free(problem: Problem, plan: ResidentPlan) -> list[Draft]:
+    """The stages of a plan for this fleet, to be leased wherever that is allowed and fits."""
+    return drafts(plan.stages, problem.profiles.names) or []
 
 
 def _refined(problem: Problem, plan: ResidentPlan) -> ResidentPlan:
-    """Move cuts between neighboring stages, a sublayer at a time, while that makes the timeline shorter."""
-    tried = 0
+    """Move cuts and stages while that makes the timeline shorter."""
+    stages = _free(problem, plan)
+    left = min(_MOST_MOVES, _MOVED_UNITS // _units(problem, stages, plan.chunk))
     has_changed = True
-    while has_changed and tried < _MOST_MOVES:
+    while has_changed and left > 0:
         has_changed = False
-        stages = drafts(plan.stages, problem.profiles.names) or []
-        for number, shift in itertools.product(range(len(stages) - 1), (1, -1)):
-            left, right = stages[number], stages[number + 1]
-            if min(left.count + shift, right.count - shift) < 1 or max(len(left.members), len(right.members)) > 1:
+        for moved in _moves(stages):
+            judged = judge(problem, moved, plan.chunk)
+            if judged is None or judged.step_s >= plan.step_s * _HOPELESS:
                 continue
-            moved = list(stages)
-            moved[number] = replace(left, count=left.count + shift)
-            moved[number + 1] = replace(right, first=right.first + shift, count=right.count - shift)
-            tried += 1
+            left -= 1
             found = _played(problem, moved, plan.chunk)
             if found is not None and found.step_s < plan.step_s:
-                plan, has_changed = found, True
+                plan, stages, has_changed = found, moved, True
+                break
+            if left <= 0:
                 break
     return plan
 
 
-def _best_of_many(problem: Problem, chunks: Sequence[int]) -> ResidentPlan | None:
+def _moves(stages: Sequence[Draft]) -> Iterator[list[Draft]]:
+    """Neighbors of an arrangement: a cut moved by a sublayer, two stages exchanged, or one joined to its neighbor."""
+    for number, shift in itertools.product(range(len(stages) - 1), (1, -1)):
+        left, right = stages[number], stages[number + 1]
+        if min(left.count + shift, right.count - shift) >= 1 and max(len(left.members), len(right.members)) == 1:
+            counts = [stage.count for stage in stages]
+            counts[number : number + 2] = left.count + shift, right.count - shift
+            yield _lined_up(counts, stages)
+    for one, other in itertools.combinations(range(len(stages)), 2):
+        moved = list(stages)
+        moved[one], moved[other] = stages[other], stages[one]
+        if max(len(stages[one].members), len(stages[other].members)) == 1:
+            yield _lined_up([stage.count for stage in moved], moved)
+    for gone, other in itertools.product(range(len(stages)), (-1, 1)):
+        if 0 <= gone + other < len(stages) and len(stages[gone + other].members) == 1:
+            counts = [stage.count for stage in stages]
+            counts[gone + other] += counts[gone]
+            yield _lined_up(counts[:gone] + counts[gone + 1 :], [*stages[:gone], *stages[gone + 1 :]])
+
+
+def _lined_up(counts: Sequence[int], stages: Sequence[Draft]) -> list[Draft]:
+    """These stages one after another, with other numbers of sublayers."""
+    firsts = itertools.accumulate(counts, initial=0)
+    return [replace(one, first=first, count=count) for one, first, count in zip(stages, firsts, counts, strict=False)]
+
+
+def _best_of_many(problem: Problem, chunks: Sequence[int]) -> list[ResidentPlan]:
     """Search as for large fleets, with the terms of live devices; the medium counts only once columns are found."""
     search = Search(problem.profiles, problem.sums, problem.rows, problem.server, is_held=True)
     found = search.best()
     if found is None:
-        return None
+        return []
     stages = [
         Draft(one.first, one.count, tuple(tuple(group.devices.tolist()) for group in one.groups))
         for one in found.cover.stages
     ]
     plans = [plan for chunk in chunks if (plan := judge(problem, stages, chunk)) is not None]
-    return _best_played(problem, plans[:1], chunks) if plans else None
-
-
-def _orders(profiles: Profiles) -> list[Ints]:
-    """Orders, strongest first: by compute x uplink, by memory and, in small fleets, by each rate; ties keep order."""
-    worth, memory = profiles.flops_per_s * profiles.up_bytes_per_s, profiles.memory_bytes
-    keys = [worth, memory, profiles.flops_per_s, profiles.up_bytes_per_s]
-    orders = [
-        np.argsort(-np.round(np.log(key) * _STEPS_PER_E), kind="stable")
-        for key in (keys if len(profiles) <= _FEW else keys[:2])
-    ]
-    return [np.array(order) for order in dict.fromkeys(tuple(order.tolist()) for order in orders)]
-
-
-def _arrangements(problem: Problem, order: Ints, chunk: int) -> list[tuple[float, Callable[[], list[Draft]]]]:
-    """The best cut for every number of stages and devices, strongest first or last; sorted by the busiest column.
-
-    f[g, i, p] = min over j, q of max(f[g-1, j, q], seconds of devices j..i with sublayers q..p). With the strongest
-    last, the same runs from the last sublayer to the first.
-    """
-    seconds, slices = _column_seconds(problem, order, chunk)
-    found: list[tuple[float, Callable[[], list[Draft]]]] = []
-    for is_reversed in (False, True):
-        table = seconds[:, :, ::-1, ::-1].swapaxes(2, 3) if is_reversed else seconds
-        choices: list[Ints] = []
-        reached = np.full((len(order) + 1, table.shape[-1]), inf)
-        reached[0, 0] = 0.0
-        for count in range(1, min(len(order), len(problem.sums)) + 1):
-            reached, choice = _one_more_stage(reached, table, count)
-            choices.append(choice)
-            for last in np.flatnonzero(np.isfinite(reached[:, -1])).tolist():
-                trace = partial(_traced, order, tuple(choices), slices, last, is_reversed)
-                found.append((float(reached[last, -1]), trace))
-    return sorted(found, key=lambda pair: pair[0])
-
-
-def _one_more_stage(reached: Floats, seconds: Floats, count: int) -> tuple[Floats, Ints]:
-    cuts = reached.shape[1]
-    then, choice = np.full_like(reached, inf), np.zeros(reached.shape, dtype=np.int64)
-    for last in range(count, len(reached)):
-        # each earlier stage needed at least one device
-        worst = np.maximum(reached[count - 1 : last, :, None], seconds[count - 1 : last, last - 1]).reshape(-1, cuts)
-        picked = worst.argmin(axis=0)
-        then[last] = worst[picked, np.arange(cuts)]
-        choice[last] = picked + (count - 1) * cuts
-    return then, choice
-
-
-def _traced(order: Ints, choices: tuple[Ints, ...], slices: Ints, last: int, is_reversed: bool) -> list[Draft]:
-    stages: list[Draft] = []
-    length = slices.shape[-1]
-    until = length
-    for choice in reversed(choices):
-        before, since = divmod(int(choice[last, until]), length + 1)
-        first, count = length - until if is_reversed else since, until - since
-        parts = int(slices[before, last - 1, first]) if count == 1 else 1
-        members = order[before:last].tolist()
-        stages.append(Draft(first, count, tuple(tuple(members[part::parts]) for part in range(parts))))
-        last, until = before, since
-    return stages if is_reversed else stages[::-1]
-
-
-def _column_seconds(problem: Problem, order: Ints, chunk: int) -> tuple[Floats, Ints]:
-    """[j, i, q, p]: seconds of devices order[j..i] for sublayers q..p; [j, i, q]: slices, if that is one sublayer."""
-    devices, length = len(order), len(problem.sums)
-    j, i = np.triu_indices(devices)
-    place = np.argsort(order)
-    members = (place >= j[:, None]) & (place <= i[:, None])
-    first, last = np.triu_indices(length)
-    runs, kind = problem.sums.kinds(first, last - first + 1)
-    ends = _seconds(problem, first[runs], last[runs] - first[runs] + 1, np.ones(len(j), dtype=np.int64), members, chunk)
-    seconds = np.full((devices, devices, length + 1, length + 1), inf)
-    seconds[j[:, None], i[:, None], first, last + 1] = ends[:, kind]
-    slices = np.ones((devices, devices, length), dtype=np.int64)
-    group, parts = np.nonzero((i - j + 1)[:, None] % np.arange(1, devices + 1) == 0)
-    group, parts = group[parts > 0], parts[parts > 0] + 1
-    if len(group) == 0:
-        return seconds, slices
-    begins = np.cumsum(parts) - parts
-    part = np.arange(int(parts.sum())) - np.repeat(begins, parts)
-    group_of, parts_of = np.repeat(group, parts), np.repeat(parts, parts)
-    dealt = members[group_of] & ((place - j[group_of, None]) % parts_of[:, None] == part[:, None])
-    single = np.arange(length)
-    runs, kind = problem.sums.kinds(single, np.ones_like(single))
-    ends = _seconds(problem, runs, np.ones_like(runs), parts_of, dealt, chunk)
-    slowest = np.maximum.reduceat(ends, begins, axis=0)[:, kind]
-    allowed = np.array([[sublayer.allows(c) for sublayer in problem.sums.sublayers] for c in range(devices + 1)])
-    for number, (before, until) in enumerate(zip(j[group].tolist(), i[group].tolist(), strict=True)):
-        whole = seconds[before, until, single, single + 1]
-        better = single[(slowest[number] < whole) & allowed[parts[number]]]
-        seconds[before, until, better, better + 1] = slowest[number, better]
-        slices[before, until, better] = parts[number]
-    return seconds, slices
-
-
-def _seconds(problem: Problem, first: Ints, count: Ints, slices: Ints, members: Bools, chunk: int) -> Floats:
-    """[column, run]: seconds of each column's members for each run of sublayers, as one of `slices` slices."""
-    columns, runs = len(members), len(first)
-    shards = np.tile(first, columns), np.tile(count, columns), np.repeat(slices, runs)
-    of = shard_costs(problem.sums, *shards, chunk=chunk)
-    pace = paces(problem, of, np.repeat(members, runs, axis=0), chunk)
-    ends, _ = share_rows(pace, problem.sequences, problem.sums.sequence, of.takes_sequences)
-    return ends.reshape(columns, runs)
+    return _best_played(problem, plans[:1], chunks)
 
 
 def _why_not(problem: Problem, chunk: int) -> str:

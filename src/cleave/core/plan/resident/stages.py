@@ -15,27 +15,24 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from cleave.core.cost.rates import Server
 from cleave.core.cost.resident import (
     LOGSUMEXP_BYTES,
     TARGET_BYTES,
     ShardCosts,
-    SublayerSums,
     compute_s_per_row,
     shard_costs,
     task_s_per_row,
 )
-from cleave.core.fleet.profiles import Bools, DeviceId, Floats, Ints, Profiles
+from cleave.core.fleet.profiles import DeviceId, Floats, Ints
 from cleave.core.model.keeping import KEEPINGS, Keeping
 from cleave.core.model.shard import Shard
-from cleave.core.plan.resident.timeline import Post, Seating, Station, play
+from cleave.core.plan.resident.pace import Paces, paces, share_rows
+from cleave.core.plan.resident.problem import Problem
+from cleave.core.plan.resident.timeline import PLAYED_SEQUENCES, Post, Seating, Station, play
 from cleave.core.plan.resident.timeline import Shared as SharedByAll
 
 ColumnLimit = Literal["down", "compute", "up", "latency", "server", "medium", "memory"]
 
-_NEVER_S = 1e30
-_MANY_OPEN = 16  # sequences that keep every stage of a pipeline busy
-_LARGEST_SHARE = 1.5  # sequences of a device in a column, relative to an equal share
 _READINGS = 4  # trained parameters of a sublayer, each of which is read by a task of its own
 
 
@@ -54,6 +51,10 @@ class Column(NamedTuple):
 
     shard: Shard
     holdings: tuple[Holding, ...]
+    is_leased: bool = False
+    """its only holder keeps what it trains, with the optimizer state, and applies the update itself"""
+    snapshot_every: int = 0
+    """steps between two snapshots, if it is leased"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +97,8 @@ class ResidentPlan:
     """through the server"""
     up_bytes: float
     limit: ColumnLimit
+    log_bytes: float = 0.0
+    """inputs and output gradients that the server keeps between two snapshots of leased columns"""
 
     @property
     def step_s(self) -> float:
@@ -106,10 +109,13 @@ class ResidentPlan:
         return frozenset(device for stage in self.stages for device in stage.devices)
 
     @property
-    def arrangement(self) -> tuple[int, tuple[tuple[tuple[Shard, tuple[DeviceId, ...]], ...], ...]]:
-        """Chunk and holders of every shard: equal for plans that differ only in their predictions."""
+    def arrangement(self) -> tuple[int, tuple[tuple[tuple[Shard, tuple[DeviceId, ...], bool], ...], ...]]:
+        """Chunk, holders of every shard and leases: equal for plans that differ only in their predictions."""
         return self.chunk, tuple(
-            tuple((shard, tuple(holding.device for holding in holdings)) for shard, holdings in stage.columns)
+            tuple(
+                (column.shard, tuple(holding.device for holding in column.holdings), column.is_leased)
+                for column in stage.columns
+            )
             for stage in self.stages
         )
 
@@ -122,6 +128,8 @@ class Draft:
     count: int
     members: tuple[tuple[int, ...], ...]
     """devices per slice"""
+    may_lease: bool = True
+    """whether it is leased where the fleet allows it"""
 
 
 def drafts(stages: Sequence[Stage], names: Sequence[str]) -> list[Draft] | None:
@@ -139,105 +147,6 @@ def drafts(stages: Sequence[Stage], names: Sequence[str]) -> list[Draft] | None:
     ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Problem:
-    """The work and the fleet that arrangements are judged on."""
-
-    sums: SublayerSums
-    sequences: int
-    profiles: Profiles
-    server: Server
-    medium_bytes_per_s: float
-    cores: float = np.inf
-    """how many devices can compute at once; devices on one machine share its cores"""
-    may_keep: bool = True
-    """whether devices may keep activations for backward"""
-
-    @property
-    def rows(self) -> int:
-        return self.sequences * self.sums.sequence
-
-
-class Paces(NamedTuple):
-    """Seconds of devices (second axis) in columns (first axis)."""
-
-    row_s: Floats
-    """per row"""
-    fixed_s: Floats
-    """weights down and gradients up, independent of rows"""
-    able: Bools
-    """members whose memory holds the column"""
-    kept: Floats
-    """rows whose x stays on the device for backward"""
-    keeps: Ints
-    """index into KEEPINGS"""
-
-
-def paces(problem: Problem, of: ShardCosts, members: Bools, chunk: int) -> Paces:
-    """Pace of each device in each column; `members` has a row per column and an entry per device."""
-    profiles = problem.profiles
-    down, up = profiles.down_bytes_per_s, profiles.up_bytes_per_s
-    free = profiles.memory_bytes - of.memory_bytes[:, None]
-    able = members & (free >= 0)
-    mates = np.maximum(able.sum(axis=1), 1)
-    keeps, kept_bytes = _keeps(problem, of, free, mates)
-    kept = np.maximum(free - kept_bytes, 0.0) / of.kept_bytes_per_row[:, None]
-    rows = problem.rows / mates
-    again = np.clip(1 - kept / rows[:, None], 0.0, 1.0) * of.again_bytes_per_row[:, None]
-    row_s = np.maximum((of.down_bytes_per_row[:, None] + again) / down, of.up_bytes_per_row[:, None] / up)
-    return Paces(
-        row_s=np.maximum(row_s, compute_s_per_row(of, profiles, chunk, problem.sums.terms, keeps)),
-        fixed_s=of.sync_down_bytes[:, None] / down + of.sync_up_bytes[:, None] / up,
-        able=able,
-        kept=kept,
-        keeps=keeps,
-    )
-
-
-def _keeps(problem: Problem, of: ShardCosts, free: Floats, mates: Ints) -> tuple[Ints, Floats]:
-    """What each device keeps in each column, and the bytes of that: what spares most beside its sequences and their x.
-
-    Only shards with attention have a state to keep it in, and only in training with the loss on devices does backward
-    follow forward at once.
-    """
-    if not problem.may_keep or problem.sums.sublayers[-1].kind != "head" or not problem.sums.is_trained:
-        return np.zeros(free.shape, dtype=np.int64), np.zeros(free.shape)
-    share = np.minimum(np.ceil(_LARGEST_SHARE * problem.sequences / mates), problem.sequences)[:, None]
-    sequences = np.minimum(share, _MANY_OPEN)
-    kept = sequences * of.kept_bytes
-    x_bytes = share * problem.sums.sequence * of.kept_bytes_per_row[:, None]  # what is not kept is sent again
-    needed = kept + (sequences - 1) * of.state_bytes[:, None] + x_bytes
-    fits = (free[:, :, None] >= needed[:, None]) & of.takes_sequences[:, None, None]
-    keeps = np.where(fits, of.spared_flops_per_row[:, None], 0.0).argmax(axis=2)
-    return keeps, np.take_along_axis(kept, keeps, axis=1)
-
-
-def share_rows(pace: Paces, sequences: int, sequence: int, whole: Bools) -> tuple[Floats, Floats]:
-    """(seconds until each column finishes, rows per device); infinite if no member can hold the column.
-
-    All devices with rows finish together: sum (T - fixed) / row_s = rows; a negative share becomes 0. Where rows come
-    as whole sequences (`whole`, an entry per column), the leftover ones go to the devices that would finish first.
-    """
-    rate = np.where(pace.able, 1 / pace.row_s, 0.0)
-    fixed = np.where(pace.able, pace.fixed_s, _NEVER_S)
-    order = np.argsort(fixed, axis=1, kind="stable")
-    rates = np.take_along_axis(rate, order, axis=1)
-    speed = np.maximum(np.cumsum(rates, axis=1), 1 / _NEVER_S)
-    filled = np.cumsum(rates * np.take_along_axis(fixed, order, axis=1), axis=1)
-    end = ((sequences * sequence + filled) / speed).min(axis=1)
-    rows = rate * np.maximum(end[:, None] - fixed, 0.0)
-    if whole.any():
-        pieces = np.floor(rows[whole] / sequence * (1 + 1e-9))
-        sequence_s = sequence * pace.row_s[whole]
-        one_more = np.where(pace.able[whole], fixed[whole] + (pieces + 1) * sequence_s, _NEVER_S)
-        rank = np.argsort(np.argsort(one_more, axis=1, kind="stable"), axis=1, kind="stable")
-        left = np.where(end[whole] < _NEVER_S / 2, sequences - pieces.sum(axis=1), 0)
-        pieces += rank < left[:, None]
-        rows[whole] = pieces * sequence
-        end[whole] = np.maximum(end[whole], np.where(pieces > 0, fixed[whole] + pieces * sequence_s, 0.0).max(axis=1))
-    return np.where(pace.able.any(axis=1), end, np.inf), rows
-
-
 def judge(problem: Problem, stages: Sequence[Draft], chunk: int, *, is_played: bool = False) -> ResidentPlan | None:
     """The plan that these stages make, with rows shared; None if memory does not hold it.
 
@@ -250,7 +159,8 @@ def judge(problem: Problem, stages: Sequence[Draft], chunk: int, *, is_played: b
     limit, busiest_s = _limit(problem, shared, hops, chunk)
     if is_played:
         busiest_s = _played_s(problem, stages, shared, chunk) - hops.fill_s
-    columns = zip(shared.rows, shared.pace.keeps, strict=True)
+    leases = shared.pace.leases
+    columns = zip(shared.rows, shared.pace.keeps, leases.every.max(axis=1).tolist(), strict=True)
     return ResidentPlan(
         stages=tuple(
             Stage(
@@ -258,8 +168,10 @@ def judge(problem: Problem, stages: Sequence[Draft], chunk: int, *, is_played: b
                     Column(
                         Shard(first=stage.first, count=stage.count, index=index, of=len(stage.members)),
                         holdings(problem.profiles.names, own_rows / problem.sums.sequence, own_keeps),
+                        is_leased=every > 0,
+                        snapshot_every=every,
                     )
-                    for index, (own_rows, own_keeps) in enumerate(itertools.islice(columns, len(stage.members)))
+                    for index, (own_rows, own_keeps, every) in enumerate(itertools.islice(columns, len(stage.members)))
                 )
             )
             for stage in stages
@@ -270,6 +182,7 @@ def judge(problem: Problem, stages: Sequence[Draft], chunk: int, *, is_played: b
         down_bytes=float(shared.down.sum()),
         up_bytes=float(shared.up.sum()),
         limit="latency" if hops.waiting_s > busiest_s else limit,
+        log_bytes=float(leases.every.max(axis=1) @ shared.of.down_bytes_per_row) * problem.rows,
     )
 
 
@@ -308,7 +221,7 @@ def _share(problem: Problem, stages: Sequence[Draft], chunk: int) -> _Shared | N
         members[number, list(group)] = True
     runs = np.array([(stage.first, stage.count, len(stage.members)) for stage, _ in columns])
     of = shard_costs(sums, runs[:, 0], runs[:, 1], runs[:, 2], chunk=chunk)
-    pace = paces(problem, of, members, chunk)
+    pace = paces(problem, of, members, chunk, np.array([stage.may_lease for stage, _ in columns]))
     ends_s, rows = share_rows(pace, problem.sequences, sums.sequence, of.takes_sequences)
     if not np.isfinite(ends_s).all():
         return None
@@ -319,8 +232,8 @@ def _share(problem: Problem, stages: Sequence[Draft], chunk: int) -> _Shared | N
         ends_s=ends_s,
         rows=rows,
         row_compute_s=compute_s_per_row(of, profiles, chunk, sums.terms, pace.keeps),
-        down=of.down_bytes_per_row[:, None] * rows + again + np.where(rows > 0, of.sync_down_bytes[:, None], 0.0),
-        up=of.up_bytes_per_row[:, None] * rows + np.where(rows > 0, of.sync_up_bytes[:, None], 0.0),
+        down=of.down_bytes_per_row[:, None] * rows + again + np.where(rows > 0, pace.down, 0.0),
+        up=of.up_bytes_per_row[:, None] * rows + np.where(rows > 0, pace.up + pace.leases.snapshot_up, 0.0),
         begins=np.concatenate([[0], np.cumsum([len(stage.members) for stage in stages])[:-1]]),
     )
 
@@ -410,7 +323,8 @@ def _flowing_s(problem: Problem, shared: _Shared, chunk: int) -> float:
 def _slots(problem: Problem, shared: _Shared) -> Floats:
     """[column, device]: sequences that can be open at once; at least one, as the column fits."""
     of = shared.of
-    room = problem.profiles.memory_bytes - (of.memory_bytes - of.state_bytes)[:, None]
+    held = (of.memory_bytes - of.state_bytes)[:, None] + shared.pace.leases.memory_bytes
+    room = problem.profiles.memory_bytes - held
     slots = np.floor(room / np.maximum(of.state_keeping(shared.pace.keeps), 1.0))
     return np.clip(slots, 1, problem.sequences)
 
@@ -434,13 +348,15 @@ def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk:
     slots = _slots(problem, shared)
     again = np.clip(1 - shared.pace.kept / np.maximum(shared.rows, 1.0), 0.0, 1.0)
     row_bytes = sums.hidden * sums.terms.activation_bytes
+    leases, played = shared.pace.leases, min(problem.sequences, PLAYED_SEQUENCES)
     posts: list[Post] = []
     for number, (stage, draft) in enumerate(columns):
         has_head = draft.first + draft.count == len(sums) and sums.sublayers[-1].kind == "head"
         up_per_row = float(of.up_bytes_per_row[number])
         forward_up = LOGSUMEXP_BYTES if has_head else row_bytes
         seatings: list[Seating] = []
-        for device in np.flatnonzero(shared.rows[number]).tolist():
+        holders = np.flatnonzero(shared.rows[number])
+        for device in holders.tolist():
             arithmetic_s = float(shared.row_compute_s[number, device] - 2 * fixed_s[number, device]) * chunk
             part, each_s = float(forward_part[number, device]), float(fixed_s[number, device]) * chunk
             seatings.append(
@@ -451,6 +367,7 @@ def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk:
                     again=float(again[number, device]),
                     forward_s=each_s + part * arithmetic_s,
                     backward_s=each_s + (1 - part) * arithmetic_s,
+                    update_s=float(leases.update_s[number, device]),
                 )
             )
         posts.append(
@@ -462,9 +379,11 @@ def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk:
                 backward_down=chunk * (LOGSUMEXP_BYTES if has_head else row_bytes),
                 again_down=chunk * row_bytes,
                 backward_up=chunk * (up_per_row - forward_up),
-                weights_down=float(of.sync_down_bytes[number]),
-                gradients_up=float(of.sync_up_bytes[number]),
+                weights_down=float(shared.pace.down[number, holders].max()),
+                gradients_up=float(shared.pace.up[number, holders].max()),
                 readings=_READINGS * draft.count,
+                is_leased=bool(leases.every[number].any()),
+                snapshot_up=float(leases.snapshot_up[number].sum()) * played / problem.sequences,
             )
         )
     return play(

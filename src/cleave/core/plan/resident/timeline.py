@@ -15,6 +15,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 
 IN_FLIGHT = 6
@@ -23,6 +24,8 @@ BACKWARD, FORWARD, READING, AHEAD = 0, 1, 2, 3
 """Priorities of tasks, most urgent first, on the same scale as those of products."""
 PLAYED_SEQUENCES = 32
 """Most sequences that are played."""
+_PIECES = 32
+"""Tasks that send up a step's share of a snapshot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +52,8 @@ class Seating:
     forward_s: float
     """Compute of a chunk."""
     backward_s: float
+    update_s: float = 0.0
+    """Compute of the last step's update, where the shard is leased."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +73,10 @@ class Post:
     gradients_up: float
     readings: int
     """Tasks that read the gradients."""
+    is_leased: bool = False
+    """Its device updates the weights, so only those of them that the server updates travel."""
+    snapshot_up: float = 0.0
+    """Bytes of the step, sent up while the link has nothing else to do."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +166,8 @@ class _Play:
 
     def seconds(self) -> float:
         for post in self._posts:
+            if post.is_leased:
+                self._renew(post)
             for seating in post.seatings if post.weights_down else ():
                 self._submit(_Task(seating.station, AHEAD, post.weights_down, 0.0, 0.0, _nothing))
         self._open_sequences()
@@ -230,10 +241,27 @@ class _Play:
             self._open_sequences()
 
     def _read(self, post: Post) -> None:
-        """Read the gradients of a shard from every device that has some."""
+        """Read the gradients of a shard from every device that has some; of a leased one, their square sum."""
+        if post.is_leased:
+            self._submit(_Task(post.seatings[0].station, READING, 0.0, 0.0, 0.0, _nothing))
         for seating in post.seatings if post.gradients_up else ():
             for _ in range(post.readings):
                 self._submit(_Task(seating.station, READING, 0.0, 0.0, post.gradients_up / post.readings, _nothing))
+
+    def _renew(self, post: Post) -> None:
+        """Let a leased shard's device apply the last step's update, and begin its snapshot."""
+        (seating,) = post.seatings
+        self._submit(_Task(seating.station, BACKWARD, 0.0, seating.update_s, 0.0, _nothing))
+        self._send_snapshot(seating.station, post.snapshot_up / _PIECES, _PIECES if post.snapshot_up else 0)
+
+    def _send_snapshot(self, station: int, piece_up: float, left: int) -> None:
+        """Send a snapshot piece by piece whenever no result waits for the link, however many tasks are under way."""
+        if left:
+            then = partial(self._send_snapshot, station, piece_up, left - 1)
+            device = self._devices[station]
+            device.running += 1
+            self._push(device.up.waiting, _Task(station, AHEAD, 0.0, 0.0, piece_up, then))
+            self._send_up(device)
 
     # -------------------------------------------------------------------------------------------- devices
 

@@ -1,0 +1,283 @@
+"""Leases: weights that one device each keeps, with their optimizer states, and updates itself.
+
+A column with a single holder needs no sum of gradients, so neither its weights nor their gradients have to travel: the
+device adds gradients up over passes, and an update changes weights and states in place. The server words updates, reads
+sums of squares for clipping, and reads weights and states back when somebody needs them; `train/offload/leases.py`
+decides when. Until then this process's own copies are old. A device that leaves takes its weights with it: requests and
+passes then end with LeaseLost, and the caller recovers.
+
+Operands get their identities in the engine's thread; everything else is called from the caller's.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from cleave.core.model.decoder import Decoder, View
+from cleave.core.model.update_rule import Rule
+from cleave.core.plan.resident.stages import ResidentPlan
+from cleave.core.plan.resident.timeline import BACKWARD
+from cleave.core.schedule.tasks import DeviceId, Operand
+from cleave.errors import LeaseLost
+from cleave.protocol.numbers import Matrix
+from cleave.protocol.programs import Collect, Hold, Leased, SquareSum, Update
+from cleave.server.contract import EngineEvent, Prompted, Run, RunSubmitted
+from cleave.server.fleet_view import FleetView
+from cleave.server.operands import Operands, Tensor
+from cleave.server.resident.errands import Errand, ErrandRun
+
+_UPDATE_FLOPS = 12
+"""Operations per weight of an update; what counts is that its time is bounded."""
+
+
+Lent = tuple[Tensor, ...]
+"""A parameter and its optimizer states, as they are when a lease begins; fp32, bound until they are sent."""
+
+
+class LeasedRun(Run, Protocol):
+    """A pass under a lease."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ParameterValues:
+    """What a device keeps of a parameter."""
+
+    weight: Matrix
+    states: tuple[Matrix, ...]
+    gradient: Matrix | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Piece:
+    """A rectangle of a parameter on its device."""
+
+    view: View
+    device: DeviceId
+    weight: Operand
+    states: tuple[Operand, ...]
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        return self.weight, *self.states
+
+
+class Lease:
+    def __init__(
+        self,
+        decoder: Decoder,
+        plan: ResidentPlan,
+        lent: Mapping[int, Lent],
+        *,
+        operands: Operands,
+        ids: Iterator[int],
+        fleet: FleetView,
+        post: Callable[[EngineEvent], None],
+    ) -> None:
+        """Lend parameters of a decoder to the devices that hold them alone under a plan."""
+        self.decoder, self.plan, self.parameters = decoder, plan, frozenset(lent)
+        self._lent, self._operands, self._ids, self._fleet, self._post = dict(lent), operands, ids, fleet, post
+        self._device: dict[View, DeviceId] = {
+            view: column.holdings[0].device
+            for stage in plan.stages
+            for column in stage.columns
+            if column.is_leased
+            for view in column.shard.views(decoder)
+            if view.parameter in self.parameters
+        }
+        self.devices = frozenset(self._device.values())
+        self._runs: weakref.WeakSet[LeasedRun] = weakref.WeakSet()
+        self._is_over = False
+        self._lost: set[DeviceId] = set()
+        """Devices that failed a request: what they hold is unknown."""
+        self._pieces: dict[View, _Piece] = {}
+        self._accumulators: dict[View, Operand] = {}
+
+    # -------------------------------------------------------------------------------------------- any thread
+
+    def lend(self) -> Future[list[Matrix]]:
+        """Send weights and states to their devices."""
+        return self._run(self._sending)
+
+    def forget_numbers(self) -> None:
+        """Drop the numbers that were sent; only the devices' own count from now on."""
+        for tensor in itertools.chain.from_iterable(self._lent.values()):
+            tensor.bind(None)
+
+    def measure(self) -> Future[list[Matrix]]:
+        """Request the sums of squares of all gradients; `square_sums` reads them."""
+        return self._run(self._measuring)
+
+    def square_sums(self, matrices: list[Matrix]) -> dict[int, float]:
+        """Return the sum of squares of each parameter's gradient, from the matrices of `measure`."""
+        sums = dict.fromkeys(self.parameters, 0.0)
+        numbers = itertools.chain.from_iterable(matrix[0].tolist() for matrix in matrices)
+        for view, number in zip(self._in_order(), numbers, strict=True):
+            sums[view.parameter] += number
+        return sums
+
+    def update(self, rules: Mapping[int, tuple[Rule, float]]) -> Future[list[Matrix]]:
+        """Request that parameters follow their gradients, by a rule and with a factor on the gradient each."""
+        return self._run(lambda: self._updating(rules))
+
+    def read(self, parameters: Collection[int], *, gradients: bool) -> Future[list[Matrix]]:
+        """Request weights and states, and gradients if there are any; `values` reads them."""
+        return self._run(lambda: self._reading(parameters, gradients))
+
+    def values(
+        self, parameters: Collection[int], matrices: list[Matrix], *, gradients: bool
+    ) -> dict[int, ParameterValues]:
+        """Return the parameters in the matrices of `read`."""
+        remaining, found = iter(matrices), dict[int, ParameterValues]()
+        for number in sorted(parameters):
+            held = len(self._lent[number])
+            wholes = [_empty(self.decoder, number) for _ in range(held + gradients)]
+            for view in self.views(number):
+                for whole in wholes:
+                    whole[slice(*view.rows), slice(*view.cols)] = next(remaining)
+            found[number] = ParameterValues(
+                weight=wholes[0], states=tuple(wholes[1:held]), gradient=wholes[held] if gradients else None
+            )
+        return found
+
+    def clear_gradients(self) -> None:
+        """Start the next pass from zero gradients."""
+        dropped, self._accumulators = self._accumulators, {}
+        if dropped:
+            self._operands.drop(dropped.values())
+
+    def end(self) -> None:
+        """End passes under the lease and release everything on devices; tensors go when nothing refers to them."""
+        self._is_over = True
+        for run in [run for run in self._runs if not run.is_done]:
+            self._post(Prompted(run, LeaseLost("the lease ended")))
+        self.clear_gradients()
+        self._lent.clear()
+
+    def follow(self, run: LeasedRun) -> None:
+        """Note a pass that is about to run under the lease."""
+        self._runs.add(run)
+
+    def _run(self, assign: Callable[[], list[Errand]]) -> Future[list[Matrix]]:
+        run = ErrandRun(assign, self._lost.add, priority=BACKWARD, ids=self._ids, fleet=self._fleet)
+        self._post(RunSubmitted(run))
+        return run.done
+
+    def views(self, number: int) -> list[View]:
+        """Rectangles of a parameter on devices."""
+        return [view for view in self._device if view.parameter == number]
+
+    def _in_order(self) -> list[View]:
+        """Views by device, in the order in which sums of squares are requested."""
+        return [view for device in sorted(self.devices) for view, owner in self._device.items() if owner == device]
+
+    # -------------------------------------------------------------------------------------------- the engine's thread
+
+    def __contains__(self, view: View) -> bool:
+        return view in self._device
+
+    @property
+    def is_held(self) -> bool:
+        """Whether every device still holds what it was lent."""
+        return not self._is_over and self.intact == self.parameters
+
+    @property
+    def intact(self) -> frozenset[int]:
+        """Parameters that their devices still hold as the server believes."""
+        broken = {
+            piece.view.parameter
+            for piece in self._pieces.values()
+            if piece.device in self._lost
+            or not all(self._fleet.holds(piece.device, operand) for operand in piece.operands)
+        }
+        return self.parameters - broken
+
+    def weight(self, view: View) -> Operand:
+        return self._pieces[view].weight
+
+    def accumulator(self, view: View) -> Operand:
+        if view not in self._accumulators:
+            self._accumulators[view] = self._operands.made(self._pieces[view].weight.bytes)
+        return self._accumulators[view]
+
+    def states_bytes(self, device: DeviceId) -> int:
+        """Memory that optimizer states take on a device."""
+        return sum(state.bytes for piece in self._pieces.values() if piece.device == device for state in piece.states)
+
+    def _sending(self) -> list[Errand]:
+        for view, device in self._device.items():
+            weight, *states = (self._slice(tensor, view) for tensor in self._lent[view.parameter])
+            self._pieces[view] = _Piece(view, device, weight, tuple(states))
+        errands: list[Errand] = []
+        for device in sorted(self.devices):
+            operands = tuple(one for piece in self._pieces_of(device) for one in piece.operands)
+            program = Hold(operands=tuple(operand.id for operand in operands))
+            errands.append(Errand(device=device, program=program, operands=operands))
+        return errands
+
+    def _measuring(self) -> list[Errand]:
+        errands: list[Errand] = []
+        for device in sorted(self.devices):
+            sums = tuple(self.accumulator(piece.view) for piece in self._pieces_of(device))
+            program = SquareSum(accumulators=tuple(operand.id for operand in sums))
+            errands.append(Errand(device=device, program=program, operands=sums, held=sums, cols=len(sums)))
+        return errands
+
+    def _updating(self, rules: Mapping[int, tuple[Rule, float]]) -> list[Errand]:
+        errands: list[Errand] = []
+        for device in sorted(self.devices):
+            groups: dict[tuple[Rule, float], list[_Piece]] = {}
+            for piece in self._pieces_of(device):
+                if piece.view.parameter in rules:
+                    groups.setdefault(rules[piece.view.parameter], []).append(piece)
+            for (rule, scale), pieces in groups.items():
+                used = tuple(
+                    one for piece in pieces for one in (piece.weight, self.accumulator(piece.view), *piece.states)
+                )
+                weights = tuple(
+                    Leased(piece.weight.id, self.accumulator(piece.view).id, tuple(state.id for state in piece.states))
+                    for piece in pieces
+                )
+                program = Update(rule=rule, weights=weights, scale=scale)
+                flops = _UPDATE_FLOPS * sum(float(piece.view.area) for piece in pieces)
+                errands.append(Errand(device=device, program=program, operands=used, held=used, flops=flops))
+        return errands
+
+    def _reading(self, parameters: Collection[int], gradients: bool) -> list[Errand]:
+        errands: list[Errand] = []
+        for number in sorted(parameters):
+            for view in self.views(number):
+                piece = self._pieces[view]
+                wanted = (*piece.operands, self.accumulator(view)) if gradients else piece.operands
+                errands += [
+                    Errand(
+                        device=piece.device,
+                        program=Collect(accumulator=operand.id, rows=view.height, cols=view.width),
+                        operands=(operand,),
+                        held=(operand,),
+                        rows=view.height,
+                        cols=view.width,
+                    )
+                    for operand in wanted
+                ]
+        return errands
+
+    def _pieces_of(self, device: DeviceId) -> list[_Piece]:
+        return [piece for piece in self._pieces.values() if piece.device == device]
+
+    def _slice(self, tensor: Tensor, view: View) -> Operand:
+        return replace(self._operands.slice(tensor, view.rows, view.cols).operand, is_kept=True)
+
+
+def _empty(decoder: Decoder, number: int) -> Matrix:
+    shape = decoder.parameters[number]
+    return np.empty((shape.rows, shape.cols), dtype=np.float32)

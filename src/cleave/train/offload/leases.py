@@ -1,0 +1,704 @@
+# pyright: standard
+"""Leases of a decoder stack: when devices keep weights and optimizer states, and how this process gets them back.
+
+The user's loop stays as it is. After a pass, leased parameters have a `LeasedGradient`; clipping scales it; a hook that
+runs before `optimizer.step()` sends the step to the devices and hides the gradient from the optimizer. Parameters are
+`LeasedParameter` while their numbers here are old: reading one fetches all of them. Whatever does not fit this pattern
+ends the lease, and everything is as if there had been none.
+
+Between two fetches, `BoundaryLog` keeps what went in and out of leased stages. If a device leaves, its stages are
+trained again from the last fetch, alone, by the remaining devices: the losses do not change. `lease.py` in the server
+words the requests to devices.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import nn, optim
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from cleave.core.cost.wire import WireFormat
+from cleave.core.model.batch import Batch, Matrix
+from cleave.core.model.decoder import Decoder
+from cleave.core.model.shard import Shard, standing_alone
+from cleave.core.model.update_rule import Rule
+from cleave.core.plan.resident.stages import ResidentPlan
+from cleave.errors import CleaveError, LeaseLost
+from cleave.events import Listener, Note
+from cleave.train.offload import update_rules
+from cleave.train.offload.boundary_log import BoundaryLog, LogFullError, LoggedPass
+from cleave.train.offload.codec import TorchCodec
+from cleave.train.offload.families import Description
+from cleave.train.offload.leased_tensors import LeasedGradient, lease, release
+from cleave.train.offload.linear import Weights, parameter_format
+from cleave.train.offload.step_hooks import watch_steps
+from cleave.train.offload.update_rules import Group
+
+_MOST_READS = 3
+"""Steps in a row in which weights are read after which leases are given up: every read fetches all of them."""
+
+log = logging.getLogger(__name__)
+
+
+class FleetLease(Protocol):
+    """What a fleet offers of a lease; the requests are words of `server/resident/lease.py`."""
+
+    decoder: Decoder
+    plan: ResidentPlan
+    parameters: frozenset[int]
+
+    def lend(self) -> Future[list[Matrix]]: ...
+    def forget_numbers(self) -> None: ...
+    def measure(self) -> Future[list[Matrix]]: ...
+    def square_sums(self, matrices: list[Matrix]) -> dict[int, float]: ...
+    def update(self, rules: Mapping[int, tuple[Rule, float]]) -> Future[list[Matrix]]: ...
+    def read(self, parameters: Collection[int], *, gradients: bool) -> Future[list[Matrix]]: ...
+    def values(self, parameters: Collection[int], matrices: list[Matrix], *, gradients: bool) -> Mapping[int, Any]: ...
+    def clear_gradients(self) -> None: ...
+    def end(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class _Generation:
+    """The gradients between two calls of `zero_grad`."""
+
+    begun: int = 0
+    """Passes whose gradients devices add, whether or not anybody asks for them."""
+    returned: int = 0
+    factor: float = 1.0
+    is_spent: bool = False
+    """Whether the optimizer has stepped with them."""
+    gradients: dict[int, LeasedGradient] = field(default_factory=dict)
+    norms: dict[int, float] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A lease in force."""
+
+    lease: FleetLease
+    description: Description
+    parameters: dict[int, nn.Parameter]
+    optimizer: optim.Optimizer
+    groups: dict[int, Group]
+    log: BoundaryLog
+    fetch_every: int
+    """Updates between two fetches for safety."""
+    generation: _Generation = field(default_factory=_Generation)
+    updates: int = 0
+    """Since the last fetch: if there are any, the numbers here are old."""
+    pending: Future[list[Matrix]] | None = None
+    """The last update."""
+    shards: tuple[Shard, ...] = ()
+    stepped_here: tuple[int, ...] = ()
+    """Trained parameters of those shards that this process steps: their numbers change, and are logged too."""
+
+
+class Leases:
+    def __init__(
+        self, fleet: Any, weights: Weights, tell: Listener, *, shared: Collection[int], is_allowed: bool
+    ) -> None:
+        """`shared` are the ids of parameters that several modules use."""
+        self._shared = shared
+        self._fleet, self._weights, self._tell = fleet, weights, tell
+        self._refusal = "" if is_allowed else "leases are switched off"
+        self._held: _Held | None = None
+        self._lock = threading.RLock()
+        self._optimizers = WeakTensorKeyDictionary()  # parameter -> optimizer that steps it
+        self._watched: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
+        self._hidden: list[tuple[nn.Parameter, LeasedGradient]] = []
+        self._told: set[str] = set()
+        self._reads = 0
+        self._was_read = self._is_saving = self._is_recovering = False
+        watch_steps(self)
+        fleet.before_closing(_Hook(weakref.ref(self), Leases._closing))
+
+    # -------------------------------------------------------------------------------------------- what may be leased
+
+    def know(self, optimizer: optim.Optimizer) -> None:
+        """Learn which parameters an optimizer steps."""
+        if optimizer in self._watched:
+            return
+        self._watched.add(optimizer)
+        itself = weakref.ref(self)
+        optimizer.register_state_dict_pre_hook(_Hook(itself, Leases._saving_states))
+        optimizer.register_load_state_dict_pre_hook(_Hook(itself, Leases._loading_states))
+        reference = weakref.ref(optimizer)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._optimizers[parameter] = reference
+
+    def states(self, description: Description) -> int | None:
+        """Optimizer states per weight if devices may keep weights in the next pass; None if they may not."""
+        trained = [one for one in description.parameters if one.requires_grad]
+        optimizers = {id(one): one for one in map(self._optimizer_of, trained) if one is not None}
+        if self._refusal or len(optimizers) != 1:
+            return None
+        (optimizer,) = optimizers.values()
+        reason = update_rules.why_not(optimizer)
+        if reason is not None:
+            self._say(f"the optimizer runs on the server: {reason}")
+            return None
+        return max((len(update_rules.state_names(group)) for group in optimizer.param_groups), default=0)
+
+    def _optimizer_of(self, parameter: nn.Parameter) -> optim.Optimizer | None:
+        reference = self._optimizers.get(parameter)
+        return None if reference is None else reference()
+
+    def unleased(self, description: Description) -> frozenset[int]:
+        """Trained parameters that the server must step itself, whoever holds them."""
+        found: set[int] = set()
+        for number, parameter in enumerate(description.parameters):
+            reason = self._why_not(parameter) if parameter.requires_grad else None
+            if reason is not None:
+                found.add(number)
+                self._say(f"the server steps some weights itself: {reason}")
+        return frozenset(found)
+
+    def _leasable(self, description: Description, plan: ResidentPlan) -> dict[int, Shard]:
+        """Parameters that devices should keep under a plan, with their shards."""
+        decoder, kept_here = description.stack, self.unleased(description)
+        return {
+            view.parameter: column.shard
+            for stage in plan.stages
+            for column in stage.columns
+            if column.is_leased
+            for view in column.shard.views(decoder)
+            if decoder.parameters[view.parameter].is_trained and view.parameter not in kept_here
+        }
+
+    def _why_not(self, parameter: nn.Parameter) -> str | None:
+        if id(parameter) in self._shared:
+            return "a weight is used in several places, such as a head tied to the token table"
+        if self._optimizer_of(parameter) is None:
+            return "a weight is stepped by no optimizer that was seen"
+        if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
+            return f"a weight is {parameter.dtype} on {parameter.device.type}, not float32 on the CPU"
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            return "a weight has hooks on its gradient"
+        return None
+
+    # -------------------------------------------------------------------------------------------- a pass
+
+    def for_training(self, description: Description, plan: ResidentPlan | None) -> FleetLease | None:
+        """Return the lease under which a pass should run; None if it should run without one."""
+        with self._lock:
+            is_leased = plan is not None and any(column.is_leased for stage in plan.stages for column in stage.columns)
+            wanted = self._leasable(description, plan) if plan is not None and is_leased else {}
+            held = self._held
+            if held is not None and not self._is_same(held, description, plan, wanted):
+                self.end("the plan changed")
+                held = None
+            if held is not None:
+                self._continue(held)
+                held = self._held
+            if held is None and wanted and plan is not None:
+                held = self._begin(description, plan, wanted)
+            if held is None:
+                return None
+            held.generation.begun += 1
+            return held.lease
+
+    def _is_same(
+        self, held: _Held, description: Description, plan: ResidentPlan | None, wanted: Mapping[int, Shard]
+    ) -> bool:
+        return (
+            plan is not None
+            and held.lease.decoder == description.stack
+            and held.lease.plan.arrangement == plan.arrangement
+            and held.parameters.keys() == wanted.keys()
+            and all(one is description.parameters[number] for number, one in held.parameters.items())
+        )
+
+    def _continue(self, held: _Held) -> None:
+        """Begin new gradients if the caller cleared the last ones, or add to them; else end the lease."""
+        generation = held.generation
+        if not generation.gradients:
+            return
+        present = [_grad(parameter) for parameter in held.parameters.values()]
+        if all(one is None for one in present):
+            held.lease.clear_gradients()
+            held.generation = _Generation()
+        elif generation.is_spent or not all(_is_untouched(one, generation) for one in present):
+            self.end("gradients were kept after a step, or some were changed and others not")
+
+    def _begin(self, description: Description, plan: ResidentPlan, wanted: Mapping[int, Shard]) -> _Held | None:
+        parameters = {number: description.parameters[number] for number in wanted}
+        optimizer = self._optimizer_of(next(iter(parameters.values())))
+        assert optimizer is not None, "it was asked for above"
+        if any(one.grad is not None for one in parameters.values()):
+            return None  # gradients that are here would have to go along
+        groups = {id(one): group for group in optimizer.param_groups for one in group["params"]}
+        lent = {
+            number: tuple(
+                self._tensor(one)
+                for one in (parameter, *update_rules.states(optimizer, groups[id(parameter)], parameter))
+            )
+            for number, parameter in parameters.items()
+        }
+        begun: FleetLease = self._fleet.lease(description.stack, plan, lent)
+        try:
+            self._fleet.wait(begun.lend())
+        except LeaseLost as fault:
+            begun.end()
+            log.info("weights could not be lent: %s", fault)
+            return None
+        begun.forget_numbers()
+        held = self._held = _Held(
+            lease=begun,
+            description=description,
+            parameters=parameters,
+            optimizer=optimizer,
+            groups={number: groups[id(parameter)] for number, parameter in parameters.items()},
+            log=BoundaryLog(TorchCodec(), self._fleet.wire),
+            fetch_every=max(column.snapshot_every for stage in plan.stages for column in stage.columns),
+            shards=tuple(dict.fromkeys(wanted.values())),
+            stepped_here=_stepped_here(description, wanted),
+        )
+        for parameter in parameters.values():
+            lease(parameter, self)
+        count = sum(one.numel() for one in parameters.values())
+        self._say(
+            f"devices keep {count / 1e6:.3g} M weights and their optimizer states; they are fetched every "
+            f"{held.fetch_every} steps, and when they are read or saved"
+        )
+        return held
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        matrix = _matrix(tensor)
+        found = self._fleet.tensor(*matrix.shape, "fp32")
+        found.bind(matrix)
+        return found
+
+    def returned(self, lease: FleetLease, running: Any, batch: Batch[Any], factor: float) -> None:
+        """Note that a pass under a lease is complete: its gradients wait on devices, multiplied by a factor.
+
+        Raises LeaseLost if the lease ended meanwhile, and the gradients with it.
+        """
+        with self._lock:
+            held = self._held
+            if held is None or held.lease is not lease:
+                raise LeaseLost("the lease ended before the pass did")
+            generation = held.generation
+            stages = {column.shard: n for n, stage in enumerate(held.lease.plan.stages) for column in stage.columns}
+            borders = [(shard, *running.boundary(stages[shard])) for shard in held.shards]
+            generation.returned += 1
+            generation.norms = None
+            is_first = not generation.gradients
+            if is_first:
+                generation.factor = factor
+                for number, parameter in held.parameters.items():
+                    generation.gradients[number] = LeasedGradient(self, number, parameter, factor)
+                    parameter.grad = generation.gradients[number]
+            try:
+                held.log.add_pass(batch, factor, borders, self._changing(held))
+            except LogFullError as full:
+                self._make_room(held, batch, factor, borders, str(full))
+            if self._held is held and not is_first and factor != generation.factor:
+                self.recover("passes of one step have different factors on their loss")
+
+    def _changing(self, held: _Held) -> dict[int, tuple[Matrix, WireFormat]]:
+        """Return the parameters of leased shards that this process steps, as devices have them in this pass."""
+        parameters = ((number, held.description.parameters[number]) for number in held.stepped_here)
+        return {number: (_matrix(one), parameter_format(self._fleet, one)) for number, one in parameters}
+
+    def _make_room(self, held: _Held, batch: Batch[Any], factor: float, borders: list[Any], reason: str) -> None:
+        """Fetch weights, so that the log can be emptied; if even that does not help, end the lease."""
+        self._fetch(held)
+        if self._held is not held:
+            return
+        try:
+            held.log.add_pass(batch, factor, borders, self._changing(held))
+        except LogFullError:
+            self._refusal = f"the log of leased layers cannot be kept: {reason}"
+            self.end(self._refusal)
+            self._say(f"{self._refusal}; make room for temporary files, and the next run can use leases again")
+
+    # -------------------------------------------------------------------------------------------- the optimizer
+
+    def stepping(self, optimizer: optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Before a step: have devices do the leased part of it, and hide those gradients from the optimizer."""
+        with self._lock:
+            if self._is_recovering:
+                return
+            held = self._held
+            if held is None or optimizer is not held.optimizer:
+                return
+            closure = args[1] if len(args) > 1 else kwargs.get("closure")
+            reason = "the optimizer's step calls the model again" if closure else update_rules.why_not(optimizer)
+            generation = held.generation
+            present = {number: _grad(parameter) for number, parameter in held.parameters.items()}
+            if reason is None and generation.begun != generation.returned:
+                self.recover("a pass in training was not followed by backward")
+                return
+            if reason is None and not all(
+                one is None or one is generation.gradients.get(n) for n, one in present.items()
+            ):
+                reason = "some gradients were replaced"
+            if reason is not None:
+                self.end(reason)
+                return
+            stepped = {number: one for number, one in present.items() if isinstance(one, LeasedGradient)}
+            if not stepped:
+                return
+            rules = {
+                number: (
+                    update_rules.next_rule(optimizer, self._group(held, number), held.parameters[number]),
+                    gradient.factor,
+                )
+                for number, gradient in stepped.items()
+            }
+            held.log.add_update({number: (rule, f / generation.factor) for number, (rule, f) in rules.items()})
+            held.updates += 1
+            generation.is_spent = True
+            held.pending = held.lease.update(rules)
+            self._hidden = [(held.parameters[number], gradient) for number, gradient in stepped.items()]
+            for parameter, _ in self._hidden:
+                parameter.grad = None
+
+    def _group(self, held: _Held, number: int) -> Group:
+        """Return the group a parameter is in now; groups may be replaced, as by loading a state."""
+        parameter, group = held.parameters[number], held.groups[number]
+        if not any(group is one for one in held.optimizer.param_groups):
+            group = next(one for one in held.optimizer.param_groups if any(p is parameter for p in one["params"]))
+            held.groups[number] = group
+        return group
+
+    def stepped(self, optimizer: optim.Optimizer) -> None:
+        """After a step: show gradients again, learn about the optimizer, and fetch weights if that is due."""
+        with self._lock:
+            if self._is_recovering:
+                return
+            self.know(optimizer)
+            for parameter, gradient in self._hidden:
+                parameter.grad = gradient
+            self._hidden = []
+            self._reads, self._was_read = self._reads + 1 if self._was_read else 0, False
+            held = self._held
+            if held is not None and optimizer is held.optimizer and held.updates >= held.fetch_every:
+                self._fetch(held)
+
+    # -------------------------------------------------------------------------------------------- the keeper
+
+    def norm(self, number: int) -> float | None:
+        """Return the norm of a gradient on its device; None if the lease ended, and the gradient is here."""
+        with self._lock:
+            held = self._held
+            if held is None:
+                return None
+            generation = held.generation
+            if generation.norms is None:
+                try:
+                    sums = held.lease.square_sums(self._fleet.wait(held.lease.measure()))
+                except LeaseLost as fault:
+                    self.recover(str(fault))
+                    return None
+                generation.norms = {each: math.sqrt(total) for each, total in sums.items()}
+            return generation.norms[number]
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether the model is being saved: views of its weights are read then, not written."""
+        return self._is_saving
+
+    def watch_saving(self, model: nn.Module) -> list[Any]:
+        """Bring everything up to date whenever a model is saved; return hooks to remove."""
+        itself = weakref.ref(self)
+        return [
+            model.register_state_dict_pre_hook(_Hook(itself, Leases._begin_saving)),
+            model.register_state_dict_post_hook(_Hook(itself, Leases._end_saving)),
+        ]
+
+    def _begin_saving(self, *_: object) -> None:
+        self.refresh("")
+        self._is_saving = True
+
+    def _end_saving(self, *_: object) -> None:
+        self._is_saving = False
+
+    def refresh(self, why: str) -> None:
+        """Bring this process's copies of weights and states up to date; `why` is empty if that is part of a run."""
+        with self._lock:
+            held = self._held
+            if held is None or not held.updates:
+                return
+            self._fetch(held)
+            if why:
+                log.info("fetched leased weights: %s", why)
+                self._was_read = True
+                if self._reads >= _MOST_READS:
+                    self._refusal = f"weights are read in every step ({why})"
+                    self._say(f"the optimizer runs on the server from now on: {self._refusal}")
+                    self.end(self._refusal)
+
+    def end(self, why: str) -> None:
+        """End the lease: weights, states and gradients are here again, as if there had been none."""
+        with self._lock:
+            held = self._held
+            if held is None:
+                return
+            log.info("lease ends: %s", why)
+            generation = held.generation
+            wants = any(_grad(held.parameters[number]) is one for number, one in generation.gradients.items())
+            if wants and generation.begun != generation.returned:
+                self.recover(why)
+                return
+            try:
+                self._settle(held)
+                values = self._read(held, held.lease.parameters, gradients=wants)
+            except LeaseLost as fault:
+                self.recover(str(fault))
+                return
+            if held.updates:  # else the numbers here are current, and may have been changed since they were read
+                self._write(held, values)
+            if wants:
+                for number, one in values.items():
+                    gradient = torch.from_numpy(one.gradient).view(held.parameters[number].shape)
+                    self._give(held, number, gradient * generation.gradients[number].factor)
+            self._detach(held)
+
+    def _fetch(self, held: _Held) -> None:
+        """Fetch weights and states; the lease goes on. If a device is gone, recover instead."""
+        try:
+            self._settle(held)
+            values = self._read(held, held.lease.parameters, gradients=False)
+        except LeaseLost as fault:
+            self.recover(str(fault))
+            return
+        self._write(held, values)
+        held.updates = 0
+        held.log.forget_finished()
+
+    def _settle(self, held: _Held) -> None:
+        """Wait until the last update is done everywhere."""
+        pending, held.pending = held.pending, None
+        if pending is not None:
+            self._fleet.wait(pending)
+
+    def _read(self, held: _Held, parameters: Collection[int], *, gradients: bool) -> Mapping[int, Any]:
+        matrices = self._fleet.wait(held.lease.read(parameters, gradients=gradients))
+        return held.lease.values(parameters, matrices, gradients=gradients)
+
+    def _write(self, held: _Held, values: Mapping[int, Any]) -> None:
+        """Take over weights and states."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for number, one in values.items():
+                parameter = held.parameters[number]
+                parameter.data.copy_(torch.from_numpy(one.weight).view(parameter.shape))
+                names = update_rules.state_names(self._group(held, number))
+                own = held.optimizer.state[parameter]
+                for name, matrix in zip(names, one.states, strict=True):
+                    own[name].copy_(torch.from_numpy(matrix).view(parameter.shape))
+        self._weights.touched()
+
+    def _give(self, held: _Held, number: int, gradient: torch.Tensor) -> None:
+        """Make a gradient a plain tensor, for whoever has hold of its stand-in."""
+        stand_in = held.generation.gradients[number]
+        stand_in.numbers = gradient
+        parameter = held.parameters[number]
+        if _grad(parameter) is stand_in:
+            parameter.grad = gradient
+
+    def _detach(self, held: _Held) -> None:
+        self._held = None
+        for parameter in held.parameters.values():
+            release(parameter)
+            update_rules.forget_unused(held.optimizer, parameter)
+        held.log.close()
+        held.lease.end()
+        self._weights.touched()
+
+    # -------------------------------------------------------------------------------------------- recovery
+
+    def recover(self, reason: str) -> None:
+        """End a lease of which a device is gone, or whose gradients are not the caller's: do its work again.
+
+        Weights that are still on a device are fetched. The others are trained again from the last fetch, stage by
+        stage, by whatever devices there are; and so are the gradients since the last update, of all.
+        """
+        with self._lock:
+            held = self._held
+            if held is None or self._is_recovering:
+                return
+            self._say(f"weights that devices kept are recovered: {reason}", again=True)
+            with suppress(LeaseLost):
+                self._settle(held)
+            lost = self._fetch_survivors(held)
+            open_passes, finished = held.log.open_passes, held.log.finished
+            gradients = held.generation.gradients
+            self._held, self._is_recovering = None, True
+            try:
+                for parameter in held.parameters.values():
+                    release(parameter)
+                for shard in held.shards:
+                    self._replay_updates(held, shard, lost, finished)
+                self._weights.touched()
+                wants = [n for n, one in gradients.items() if _grad(held.parameters[n]) is one]
+                if wants and not held.generation.is_spent:
+                    self._replay_gradients(held, open_passes)
+                for number in wants if held.generation.is_spent else ():
+                    held.parameters[number].grad = None  # its weights have changed since, and nobody needs it
+            finally:
+                self._is_recovering = False
+            for parameter in held.parameters.values():
+                update_rules.forget_unused(held.optimizer, parameter)
+            held.log.close()
+            held.lease.end()
+
+    def _fetch_survivors(self, held: _Held) -> frozenset[int]:
+        """Fetch what is still on devices; return the parameters that are not."""
+        while True:
+            intact = self._fleet.intact(held.lease)
+            if not intact:
+                return held.lease.parameters
+            try:
+                self._write(held, self._read(held, intact, gradients=False))
+            except LeaseLost:
+                continue  # one more is gone
+            return held.lease.parameters - intact
+
+    def _replay_updates(self, held: _Held, shard: Shard, lost: Collection[int], records: list[Any]) -> None:
+        alone, numbers = standing_alone(held.lease.decoder, shard)
+        mine = [number for number in numbers if number in lost]
+        if not mine:
+            return
+        total: dict[int, torch.Tensor] = {}
+        for record in records:
+            if isinstance(record, LoggedPass):
+                for number, gradient in self._gradients_of(held, shard, alone, numbers, record).items():
+                    total[number] = gradient if number not in total else total[number] + gradient
+                continue
+            for number in mine:
+                if number in record.rules and number in total:
+                    rule, factor = record.rules[number]
+                    parameter = held.parameters[number]
+                    update_rules.apply(held.optimizer, rule, parameter, total[number] * factor)
+            total = {}
+            self._weights.touched()
+
+    def _replay_gradients(self, held: _Held, passes: list[LoggedPass]) -> None:
+        total: dict[int, torch.Tensor] = {}
+        for shard in held.shards:
+            alone, numbers = standing_alone(held.lease.decoder, shard)
+            for one in passes:
+                for number, gradient in self._gradients_of(held, shard, alone, numbers, one).items():
+                    total[number] = gradient if number not in total else total[number] + gradient
+        generation = held.generation
+        for number, gradient in generation.gradients.items():
+            clipped = gradient.factor / generation.factor
+            self._give(held, number, total[number] * clipped)
+
+    def _gradients_of(
+        self, held: _Held, shard: Shard, alone: Decoder, numbers: tuple[int, ...], one: LoggedPass
+    ) -> dict[int, torch.Tensor]:
+        """Compute the gradients of a stage in a pass again, from what crossed its borders."""
+        x, dy = held.log.border(one, shard)
+        has_head = alone.head is not None
+        operands = tuple(self._operand(held, one, number) for number in numbers)
+        batch = replace(
+            one.batch,
+            x=x,
+            operands=operands,
+            targets=one.batch.targets if has_head else None,
+            scales=one.batch.scales if has_head else None,
+            wants_dx=False,
+            is_trained=True,
+            is_piecemeal=False,
+        )
+        running = self._fleet.run(alone, batch, None, is_exact=True)
+        self._fleet.wait(running.outputs)
+        found = self._fleet.wait(running.backward(None if has_head else dy)).parameters
+        return {
+            number: torch.from_numpy(matrix).view(held.parameters[number].shape) * one.factor
+            for number, matrix in zip(numbers, found, strict=True)
+            if matrix is not None and number in held.parameters
+        }
+
+    def _operand(self, held: _Held, one: LoggedPass, number: int) -> Any:
+        """Return a parameter as its device had it in a pass; frozen ones travelled in the wire's format."""
+        if number in one.parameters:
+            matrix, format = held.log.parameter(one, number)
+            operand = self._fleet.tensor(*matrix.shape, format)
+            operand.bind(matrix)
+            return operand
+        parameter = held.description.parameters[number]
+        format = "fp32" if number in held.parameters else parameter_format(self._fleet, parameter)
+        return self._weights.operand(parameter, format)
+
+    # -------------------------------------------------------------------------------------------- hooks
+
+    def _saving_states(self, *_: object) -> None:
+        self.refresh("")
+
+    def _loading_states(self, *_: object) -> None:
+        self.end("the optimizer's state was loaded")
+
+    def _closing(self) -> None:
+        try:
+            self.end("the fleet closes")
+        except CleaveError as fault:
+            self._say(f"weights that devices kept could not be fetched: {fault}; resume from the last checkpoint")
+
+    def _say(self, text: str, *, again: bool = False) -> None:
+        if again or text not in self._told:
+            self._told.add(text)
+            self._tell(Note(text=text))
+
+
+class _Hook:
+    """A method of an object that need not live as long as the hook."""
+
+    def __init__(self, of: Callable[[], Leases | None], method: Callable[..., None]) -> None:
+        self._of, self._method = of, method
+
+    def __call__(self, *args: Any) -> None:
+        found = self._of()
+        if found is not None:
+            self._method(found, *args)
+
+    def __reduce__(self) -> Any:
+        return _Hook, (_nobody, _nothing)
+
+
+def _nobody() -> None:
+    return None
+
+
+def _nothing(*_: object) -> None:
+    pass
+
+
+def _stepped_here(description: Description, wanted: Mapping[int, Shard]) -> tuple[int, ...]:
+    """Trained parameters of leased shards that are not leased themselves."""
+    decoder = description.stack
+    used = {view.parameter for shard in dict.fromkeys(wanted.values()) for view in shard.views(decoder)}
+    return tuple(sorted(number for number in used - wanted.keys() if decoder.parameters[number].is_trained))
+
+
+def _grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad
+
+
+def _is_untouched(gradient: torch.Tensor | None, generation: _Generation) -> bool:
+    return (
+        isinstance(gradient, LeasedGradient)
+        and generation.gradients.get(gradient.number) is gradient
+        and gradient.factor == generation.factor
+    )
+
+
+def _matrix(tensor: torch.Tensor) -> Matrix:
+    """Return the numbers of a tensor, not copied."""
+    flat = tensor.detach().contiguous()
+    return flat.view(1, -1).numpy() if flat.dim() == 1 else flat.numpy()

@@ -1,0 +1,372 @@
+"""Weights and optimizer states that stay on devices: the same training, whatever the caller does and whoever leaves."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from tests.support.decoders import make, tokens
+from tests.support.doomed import Kind, Moment, When
+from tests.support.in_process import ROOMY, InProcess
+from tests.support.plans import leased
+from torch import nn, optim
+from torch.nn.utils import clip_grad_norm_
+
+from cleave.events import AnyEvent, Note
+from cleave.train.offload import decoder as stack
+from cleave.train.offload.distribute import distribute, undistribute
+from cleave.train.offload.leased_tensors import LeasedGradient, LeasedParameter
+
+STEPS = 5
+EPS = 1e-4  # the gradient of a key bias is pure rounding, which Adam would scale up to the size of any other
+OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "adamw": lambda parameters: optim.AdamW(parameters, lr=1e-2, eps=EPS),
+    "fused": lambda parameters: optim.AdamW(parameters, lr=1e-2, eps=EPS, fused=True),
+    "adam": lambda parameters: optim.Adam(parameters, lr=1e-2, eps=EPS, weight_decay=0.1),
+    "sgd": lambda parameters: optim.SGD(parameters, lr=1e-2),
+    "momentum": lambda parameters: optim.SGD(parameters, lr=1e-2, momentum=0.9, dampening=0.1, weight_decay=0.1),
+    "nesterov": lambda parameters: optim.SGD(parameters, lr=1e-2, momentum=0.9, nesterov=True),
+    "groups": lambda parameters: _two_groups(list(parameters)),
+}
+Act = Callable[[int, nn.Module, optim.Optimizer], None]
+
+
+def _two_groups(parameters: list[nn.Parameter]) -> optim.Optimizer:
+    matrices = [one for one in parameters if one.dim() > 1]
+    vectors = [one for one in parameters if one.dim() == 1]
+    return optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 3e-3}], lr=1e-2, eps=EPS)
+
+
+def train(
+    model: nn.Module,
+    optimizer: optim.Optimizer,
+    *,
+    passes: int = 1,
+    clip: float = 1.0,
+    after_step: Act = lambda step, model, optimizer: None,
+    after_backward: Act = lambda step, model, optimizer: None,
+) -> list[float]:
+    """Losses per pass, with a schedule, clipping and micro-batches."""
+    schedule = optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    losses: list[float] = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for number in range(passes):
+            batch = tokens(step * passes + number, 3)
+            loss = model(input_ids=batch, labels=batch).loss
+            (loss / passes).backward()
+            losses.append(loss.item())
+        after_backward(step, model, optimizer)
+        if clip:
+            clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        schedule.step()
+        after_step(step, model, optimizer)
+    return losses
+
+
+class Told:
+    """What the fleet's owner hears."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def __call__(self, event: AnyEvent) -> None:
+        if isinstance(event, Note):
+            self.notes.append(event.text)
+
+    def has(self, words: str) -> bool:
+        return any(words in note for note in self.notes)
+
+
+@contextmanager
+def on_three_devices(told: Told, dooms: dict[int, Moment] | None = None, **options: Any) -> Iterator[InProcess]:
+    arrange = leased(options.pop("counts", (1, 2, 2)), every=options.pop("every", 1000))
+    with InProcess([ROOMY] * 3, arrange=arrange, dooms=dooms, listener=told, **options) as fleet:
+        yield fleet
+
+
+def leased_count(model: nn.Module) -> int:
+    return sum(isinstance(one, LeasedParameter) for one in model.parameters())
+
+
+def check_same(model: nn.Module, plain: nn.Module, tolerance: float = 1e-3) -> None:
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.detach(), other.detach(), rtol=tolerance, atol=tolerance)
+
+
+def compare(
+    told: Told,
+    *,
+    family: str = "llama",
+    optimizer: str = "adamw",
+    dooms: dict[int, Moment] | None = None,
+    plain_act: Act | None = None,
+    wire: Any = "fp32",
+    every: int = 1000,
+    tolerance: float = 1e-4,
+    **options: Any,
+) -> int:
+    """Train with and without leases, and compare losses and weights; return how many parameters were leased."""
+    plain = make(family)
+    plain_options = dict(options)
+    if plain_act is not None:
+        plain_options["after_step"] = plain_act
+    expected = train(plain, OPTIMIZERS[optimizer](plain.parameters()), **plain_options)
+    counts: list[int] = []
+    given = options.pop("after_step", lambda step, model, optimizer: None)
+
+    def after_step(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+        counts.append(leased_count(model))
+        given(step, model, optimizer)
+
+    with on_three_devices(told, dooms, wire=wire, every=every) as fleet:
+        model = distribute(make(family), fleet.cluster, offload="always", tell=told, grain="resident")
+        own = OPTIMIZERS[optimizer](model.parameters())
+        stack.know(model, own)
+        assert train(model, own, after_step=after_step, **options) == pytest.approx(expected, abs=tolerance)
+        undistribute(model)
+        assert leased_count(model) == 0
+        check_same(model, plain, max(1e-3, tolerance))
+        names = {"exp_avg", "exp_avg_sq", "momentum_buffer"}
+        for parameter in model.parameters():
+            assert all(value.shape == parameter.shape for name, value in own.state[parameter].items() if name in names)
+    return max(counts)
+
+
+@pytest.mark.parametrize(
+    ("family", "optimizer", "passes"),
+    [
+        ("llama", "adamw", 1),
+        ("qwen2", "fused", 2),
+        ("opt", "adam", 1),
+        ("gpt2", "sgd", 2),
+        ("llama", "momentum", 2),
+        ("gpt2", "nesterov", 1),
+        ("opt", "groups", 2),
+    ],
+)
+def test_leased_weights_train_the_same(family: str, optimizer: str, passes: int) -> None:
+    told = Told()
+    assert compare(told, family=family, optimizer=optimizer, passes=passes) > 0
+    assert told.has("devices keep")
+
+
+def test_leased_weights_train_the_same_on_a_16_bit_wire() -> None:
+    told = Told()
+    assert compare(told, wire="bf16", tolerance=0.05) > 0
+
+
+def test_weights_fetched_for_safety_change_nothing() -> None:
+    assert compare(Told(), every=1) > 0
+
+
+@pytest.mark.parametrize(
+    ("kind", "when", "number", "device", "passes"),
+    [
+        ("forward", "told", 9, 0, 1),
+        ("forward", "returning", 10, 1, 2),
+        ("backward", "told", 10, 2, 1),
+        ("backward", "returning", 14, 0, 2),
+        ("square_sum", "told", 2, 1, 1),
+        ("square_sum", "returning", 1, 2, 2),
+        ("update", "told", 2, 0, 1),
+        ("update", "returning", 2, 1, 2),
+        ("update", "returned", 1, 2, 1),
+        ("hold", "told", 1, 1, 1),
+    ],
+)
+def test_a_device_that_leaves_changes_no_loss(kind: Kind, when: When, number: int, device: int, passes: int) -> None:
+    told = Told()
+    compare(told, dooms={device: Moment(kind, when, number)}, passes=passes)
+    assert kind == "hold" or told.has("recovered")
+
+
+@pytest.mark.parametrize("when", ["told", "returning"])
+@pytest.mark.parametrize("number", [0, 5])
+def test_a_device_that_leaves_during_a_fetch_changes_no_loss(number: int, when: When) -> None:
+    told = Told()
+    compare(told, dooms={1: Moment("collect", when, number)}, every=2)
+    assert told.has("recovered")
+
+
+def test_two_devices_that_leave_one_after_the_other_change_no_loss() -> None:
+    told = Told()
+    compare(told, dooms={0: Moment("update", "told", 1), 1: Moment("backward", "told", 12)})
+    assert told.has("recovered")
+
+
+# ------------------------------------------------------------------------------------------------ callers
+
+
+def _read(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    if step == 2:
+        _evaluated.append(sum(one.sum().item() for one in model.parameters()))
+
+
+def _write(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    if step == 2:
+        with torch.no_grad():
+            for one in model.parameters():
+                one.mul_(0.5)
+
+
+def _write_data(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    if step == 2:
+        for one in model.parameters():
+            one.data *= 0.5
+
+
+def _evaluate(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    model.eval()
+    with torch.no_grad():
+        batch = tokens(99, 2)
+        _evaluated.append(model(input_ids=batch, labels=batch).loss.item())
+    model.train()
+
+
+def _copy(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    if step == 2:
+        assert type(next(copy.deepcopy(model).parameters())) is nn.Parameter
+
+
+def _reload(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    if step == 2:
+        model.load_state_dict({name: one * 0.5 for name, one in model.state_dict().items()})
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _forget_backward(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    if step == 2:
+        batch = tokens(77, 2)
+        assert model(input_ids=batch, labels=batch).loss.item() > 0
+
+
+def _change_rate(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.1 * step
+
+
+_evaluated: list[float] = []
+
+
+@pytest.mark.parametrize("act", [_read, _write, _write_data, _evaluate, _copy, _reload, _forget_backward, _change_rate])
+def test_whatever_a_caller_does_between_steps_it_sees_current_weights(act: Act) -> None:
+    _evaluated.clear()
+    assert compare(Told(), after_step=act) > 0
+    half = len(_evaluated) // 2
+    assert _evaluated[:half] == pytest.approx(_evaluated[half:], abs=1e-4)
+
+
+def _read_gradient(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    if step == 2:
+        for one in model.parameters():
+            assert one.grad is not None
+            one.grad.add_(0.01)
+
+
+def _skip(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    if step == 2:
+        optimizer.zero_grad()
+
+
+def _drop_some(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    if step == 2:
+        for number, one in enumerate(model.parameters()):
+            if number % 2:
+                one.grad = None
+
+
+def _one_more_pass(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    if step == 2:
+        batch = tokens(55, 2)
+        (3 * model(input_ids=batch, labels=batch).loss).backward()
+
+
+def _no_backward(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+    if step == 2:
+        batch = tokens(55, 2)
+        assert model(input_ids=batch, labels=batch).loss.item() > 0
+
+
+@pytest.mark.parametrize("act", [_read_gradient, _skip, _drop_some, _one_more_pass, _no_backward])
+def test_whatever_a_caller_does_to_gradients_is_done(act: Act) -> None:
+    assert compare(Told(), after_backward=act) > 0
+
+
+def test_gradients_on_devices_have_their_norm_and_shape() -> None:
+    plain = make("llama")
+    batch = tokens(0, 3)
+    plain(input_ids=batch, labels=batch).loss.backward()
+    with on_three_devices(Told()) as fleet:
+        model = distribute(make("llama"), fleet.cluster, offload="always", grain="resident")
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        stack.know(model, optimizer)
+        model(input_ids=batch, labels=batch).loss.backward()
+        stand_ins = [one.grad for one in model.parameters() if isinstance(one.grad, LeasedGradient)]
+        assert stand_ins
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            assert one.grad.shape == other.grad.shape
+            torch.testing.assert_close(torch.linalg.vector_norm(one.grad), torch.linalg.vector_norm(other.grad))
+        assert leased_count(model) == len(stand_ins)
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            torch.testing.assert_close(one.grad + 0.0, other.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_leased_weights_cross_no_link() -> None:
+    def moved(*, may_lease: bool) -> tuple[float, float, int]:
+        """Bytes per step down and up from the third step on, and those of leased weights."""
+        totals: list[tuple[int, int]] = []
+
+        def note(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+            optimizer.zero_grad()
+            totals.append((fleet.cluster.totals().down_bytes, fleet.cluster.totals().up_bytes))
+
+        with on_three_devices(Told()) as fleet:
+            options: Any = {"offload": "always", "grain": "resident", "may_lease": may_lease}
+            model = distribute(make("llama"), fleet.cluster, **options)
+            train(model, OPTIMIZERS["adamw"](model.parameters()), after_step=note)
+            weights = 4 * sum(one.numel() for one in model.parameters() if isinstance(one, LeasedParameter))
+            undistribute(model)
+        (first_down, first_up), (last_down, last_up) = totals[1], totals[-1]
+        steps = len(totals) - 2
+        return (last_down - first_down) / steps, (last_up - first_up) / steps, weights
+
+    down, up, weights = moved(may_lease=True)
+    other_down, other_up, _ = moved(may_lease=False)  # every stage is then held by all three devices
+    assert other_down - down > weights > 0
+    assert other_up - up > weights
+
+
+def test_an_optimizer_that_devices_cannot_run_stays_here_and_says_why() -> None:
+    told = Told()
+    with on_three_devices(told) as fleet:
+        model = distribute(make("llama"), fleet.cluster, offload="always", tell=told, grain="resident")
+        plain = make("llama")
+        expected = train(plain, optim.Adagrad(plain.parameters(), lr=1e-2))
+        assert train(model, optim.Adagrad(model.parameters(), lr=1e-2)) == pytest.approx(expected, abs=1e-4)
+        undistribute(model)
+    assert told.has("Adagrad")
+
+
+def test_weights_read_in_every_step_stay_here_from_then_on() -> None:
+    told = Told()
+
+    def read(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+        assert all(one.sum().item() < 1e9 for one in model.parameters())
+
+    compare(told, after_step=read)
+    assert told.has("weights are read in every step")
+
+
+def test_devices_that_are_not_the_owners_keep_no_weights() -> None:
+    with InProcess([ROOMY] * 3, trust="known") as fleet:
+        assert fleet.cluster.planning._lenders() == frozenset()
