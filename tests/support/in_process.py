@@ -22,6 +22,7 @@ from cleave.core.plan.resident.problem import Problem
 from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import ResidentPlan, Stage
 from cleave.core.verify.trust import Level
+from cleave.device.join import stand_in
 from cleave.device.kernels import NumpyKernel
 from cleave.device.replay import replay
 from cleave.device.worker import Contribution, Offer, Worker
@@ -85,6 +86,8 @@ class InProcess:
             replay=replay,
             listener=self._listener,
             draw=self._draw or np.random.default_rng(1).random,
+            stand_in=stand_in,
+            stands_in=False,
         )
         for index, memory_bytes in enumerate(self._memory_bytes):
             ours, theirs = memory_pair()

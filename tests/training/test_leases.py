@@ -200,6 +200,22 @@ def test_two_devices_that_leave_one_after_the_other_change_no_loss() -> None:
     assert told.has("recovered")
 
 
+def test_weights_of_devices_that_all_left_are_recovered_by_the_server_alone() -> None:
+    plain = make("llama")
+    with on_three_devices(Told(), {device: Moment("update", "returned", 1) for device in range(3)}) as fleet:
+        model = distribute(make("llama"), fleet.cluster, offload="always", grain="resident")
+        for each in (plain, model):
+            optimizer = OPTIMIZERS["adamw"](each.parameters())
+            stack.know(model, optimizer)
+            for step in range(2):
+                optimizer.zero_grad()
+                batch = tokens(step, 3)
+                each(input_ids=batch, labels=batch).loss.backward()
+                optimizer.step()
+        undistribute(model)
+        check_same(model, plain)
+
+
 # ------------------------------------------------------------------------------------------------ callers
 
 

@@ -97,6 +97,7 @@ class Cluster:
         listener: events.Listener = lambda event: None,
         alone_wait_s: float = settings.ALONE_WAIT_S,
         stand_in: StandIn | None = None,
+        stands_in: bool = True,
         medium_bytes_per_s: float = math.inf,
         cores: float = math.inf,
         arrange: Arrange = plan_columns,
@@ -106,8 +107,9 @@ class Cluster:
     ) -> None:
         """Audits need `replay`; how many there are depends on the trust that comes with `keys`.
 
-        `draw` returns a random number between 0 and 1, by which accounts are sampled. A scale test admits devices that
-        compute nothing, and checks no result.
+        `stand_in` runs a device in this process: with `stands_in` whenever no other is connected, else only where work
+        must not wait. `draw` returns a random number between 0 and 1, by which accounts are sampled. A scale test
+        admits devices that compute nothing, and checks no result.
         """
         self.wire: WireFormat = wire
         self.loop = loop
@@ -146,6 +148,7 @@ class Cluster:
             planner=self._plan_again,
             wait_s=alone_wait_s,
             stand_in=stand_in,
+            stands_in=stands_in,
             listener=self.tell,
             is_scale_test=is_scale_test,
         )
@@ -321,6 +324,15 @@ class Cluster:
                 "the fleet is closed; keep it open while you train, or continue without it after "
                 "cleave.undistribute(model)"
             )
+
+    @contextmanager
+    def rescue(self) -> Generator[None]:
+        """Do work that must not wait for devices: while none is connected, this server computes, whatever is set."""
+        self._driver.rescue(is_on=True)
+        try:
+            yield
+        finally:
+            self._driver.rescue(is_on=False)
 
     def before_closing(self, call: Callable[[], None]) -> None:
         """Have something done, in the owner's thread, before the fleet closes."""

@@ -83,10 +83,11 @@ class Driver:
         planner: Planner,
         wait_s: float,
         stand_in: StandIn | None,
+        stands_in: bool,
         listener: events.Listener,
         is_scale_test: bool = False,
     ) -> None:
-        """`lock` guards the engine's state."""
+        """`lock` guards the engine's state. With `stands_in`, the server stands in whenever no device is connected."""
         self.operands = Operands(codec, self._release)
         self._engine, self._loop, self._lock, self._keys, self._planner = engine, loop, lock, keys, planner
         self._listener, self._is_scale_test = listener, is_scale_test
@@ -102,6 +103,7 @@ class Driver:
             give_up=lambda error: self.post(WaitedInVain(error)),
             listener=listener,
         )
+        self._stands_in = self._vacancy.may_stand_in = stands_in
         self.fleet_changed = threading.Condition(lock)
         """Notified when a device joins or leaves."""
         self._inbox: deque[EngineEvent] = deque()
@@ -127,6 +129,15 @@ class Driver:
         channels = [connection.channel for connection in list(self._connections.values())]
         down, up = sum(c.sent_bytes for c in channels), sum(c.received_bytes for c in channels)
         return self._gone_down + down, self._gone_up + up
+
+    def rescue(self, *, is_on: bool) -> None:
+        """Let the server stand in for missing devices from now on; or only as it usually does."""
+        self._loop.call_soon_threadsafe(lambda: self._rescue(is_on=is_on))
+
+    def _rescue(self, *, is_on: bool) -> None:
+        self._vacancy.may_stand_in = is_on or self._stands_in
+        if not self._vacancy.may_stand_in:
+            self.disconnect(DeviceId(STAND_IN), "what had to be saved is saved", rejoin=False)
 
     def tell_idle(self, reason: str) -> None:
         """Tell every device, and those that join later, why the fleet has no work; empty once it has some again."""

@@ -35,7 +35,11 @@ class Vacancy:
         give_up: Callable[[FleetGoneError], None],
         listener: events.Listener,
     ) -> None:
-        """`serve` runs a device's connection; `is_empty`: no device is connected; `is_waiting`: work is pending."""
+        """`serve` runs a device's connection; `is_empty`: no device is connected; `is_waiting`: work is pending.
+
+        The server stands in only while `may_stand_in`.
+        """
+        self.may_stand_in = True
         self._loop, self._wait_s, self._stand_in, self._serve = loop, wait_s, stand_in, serve
         self._is_empty, self._is_waiting, self._give_up, self._listener = is_empty, is_waiting, give_up, listener
         self._is_waiting_for_one = False
@@ -46,7 +50,7 @@ class Vacancy:
         """Start waiting: no connected device can do the pending work."""
         if self._is_waiting_for_one:
             return
-        if self._stand_in is not None and self._is_empty():
+        if self._stand_in is not None and self.may_stand_in and self._is_empty():
             if self._standing_in:  # about to join
                 return
             self._listener(events.Paused(reason="no device is connected; this server computes until one joins"))

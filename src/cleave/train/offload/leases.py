@@ -540,12 +540,13 @@ class Leases:
             try:
                 for parameter in held.parameters.values():
                     release(parameter)
-                for shard in held.shards:
-                    self._replay_updates(held, shard, lost, finished)
-                self._weights.touched()
                 wants = [n for n, one in gradients.items() if _grad(held.parameters[n]) is one]
-                if wants and not held.generation.is_spent:
-                    self._replay_gradients(held, open_passes)
+                with self._fleet.rescue():
+                    for shard in held.shards:
+                        self._replay_updates(held, shard, lost, finished)
+                    self._weights.touched()
+                    if wants and not held.generation.is_spent:
+                        self._replay_gradients(held, open_passes)
                 for number in wants if held.generation.is_spent else ():
                     held.parameters[number].grad = None  # its weights have changed since, and nobody needs it
             finally:

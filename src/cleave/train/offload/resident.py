@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -47,6 +48,10 @@ class Columns(Multiplier, Protocol):
 
     def intact(self, lease: Any) -> frozenset[int]:
         """Leased parameters that their devices still hold."""
+        ...
+
+    def rescue(self) -> AbstractContextManager[None]:
+        """Do work that must not wait for devices: while none is connected, this server computes."""
         ...
 
     def before_closing(self, call: Callable[[], None]) -> None:
