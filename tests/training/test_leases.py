@@ -18,6 +18,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from cleave.events import AnyEvent, Note
 from cleave.train.offload import decoder as stack
+from cleave.train.offload.boundary_log import BoundaryLog, LogFullError
 from cleave.train.offload.distribute import distribute, undistribute
 from cleave.train.offload.leased_tensors import LeasedGradient, LeasedParameter
 
@@ -386,3 +387,13 @@ def test_weights_read_in_every_step_stay_here_from_then_on() -> None:
 def test_devices_that_are_not_the_owners_keep_no_weights() -> None:
     with InProcess([ROOMY] * 3, trust="known") as fleet:
         assert fleet.cluster.planning._lenders() == frozenset()
+
+
+def test_a_log_that_cannot_be_written_ends_leases_and_changes_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(self: BoundaryLog, *_: object) -> None:
+        raise LogFullError("no space left")
+
+    monkeypatch.setattr(BoundaryLog, "add_pass", no_room)
+    told = Told()
+    compare(told, passes=2)
+    assert told.has("no space left")

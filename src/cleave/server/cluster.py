@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from cleave import events, settings
+from cleave.core.cost.lease import LIVE_LOG_BYTES
 from cleave.core.cost.rates import Server
 from cleave.core.cost.streams import stream_format
 from cleave.core.cost.wire import WireFormat
@@ -125,6 +126,7 @@ class Cluster:
                 medium_bytes_per_s=medium_bytes_per_s,
                 cores=cores,
                 server=Server(task_s=TASK_S, byte_s=BYTE_S),
+                log_bytes=LIVE_LOG_BYTES,
             ),
             fleet=self._snapshot,
             tell=lambda choice: self.tell(

@@ -19,6 +19,8 @@ ADAM_STATES = 2
 """Optimizer states per trained weight: the two running means of Adam and AdamW."""
 LOG_BYTES = 200e9
 """Room on the server for the inputs and output gradients of leased columns, by default."""
+LIVE_LOG_BYTES = 8e9
+"""The same on a live server, whose temporary files may share a small disk."""
 LEAST_EVERY, MOST_EVERY = 16, 256
 """Steps between two snapshots of a column. More often than the least, they would cost as much as synchronizing; less
 often than the most, a lost column would take too long to replay."""

@@ -15,6 +15,7 @@ from typing import IO, Any
 
 import numpy as np
 
+from cleave.core.cost.lease import LIVE_LOG_BYTES
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.batch import Batch, Matrix
 from cleave.core.model.shard import Shard
@@ -22,7 +23,6 @@ from cleave.core.model.update_rule import Rule
 from cleave.protocol.numbers import Codec, Encoded
 
 MEMORY_BYTES = 256 << 20
-DISK_BYTES = 8 << 30
 
 
 class LogFullError(Exception):
@@ -59,7 +59,7 @@ class LoggedUpdate:
 
 class BoundaryLog:
     def __init__(
-        self, codec: Codec, format: WireFormat, *, memory_bytes: int = MEMORY_BYTES, disk_bytes: int = DISK_BYTES
+        self, codec: Codec, format: WireFormat, *, memory_bytes: int = MEMORY_BYTES, disk_bytes: float = LIVE_LOG_BYTES
     ) -> None:
         self._codec, self._memory_bytes, self._disk_bytes = codec, memory_bytes, disk_bytes
         self._format: WireFormat = format
