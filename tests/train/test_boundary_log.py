@@ -80,7 +80,7 @@ def test_a_log_without_room_says_so() -> None:
 
 
 def test_a_full_disk_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.TemporaryFile", lambda: Path("/dev/full").open("r+b", buffering=0))
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda: Path("/dev/full").open("r+b", buffering=0))  # noqa: SIM115
     log = BoundaryLog(NumpyCodec(), "fp32", memory_bytes=0)
     with pytest.raises(LogFullError, match="space"):
         add(log, 1)
