@@ -72,6 +72,7 @@ class InProcess:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.cluster.prepare_closing()
         self._do(self._end())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

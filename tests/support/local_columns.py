@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -94,13 +95,28 @@ class LocalColumns:
     def choose_pass(self, work: PassWork, local: Local | None = None, *, must: bool = False) -> PassChoice:
         return PassChoice(is_resident=self.refusal is None, plan=None, reason=self.refusal or "")
 
-    def run(self, stack: Decoder, batch: Batch, plan: object) -> LocalPass:
+    def run(
+        self, stack: Decoder, batch: Batch, plan: object, lease: object = None, *, is_exact: bool = False
+    ) -> LocalPass:
+        assert lease is None, "plans without devices lend nothing"
         with self._lock:
             self.passes.append((stack, batch))
         return LocalPass(stack, batch)
 
     def wait(self, future: Future[_Result]) -> _Result:
         return future.result()
+
+    def lease(self, decoder: Decoder, plan: object, lent: object) -> object:
+        raise AssertionError("plans without devices lend nothing")
+
+    def intact(self, lease: object) -> frozenset[int]:
+        raise AssertionError("plans without devices lend nothing")
+
+    def rescue(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def before_closing(self, call: Callable[[], None]) -> None:
+        pass
 
 
 class LocalPass:

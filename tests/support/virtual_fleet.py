@@ -52,7 +52,6 @@ class Fleet:
             NoNumbers(),
             priority=1,
             format="bf16",
-            gradient_format="bf16",
             operands=self.operands,
             ids=self.ids,
             fleet=self.view,

@@ -38,7 +38,7 @@ from cleave.core.verify.vouching import Vouching
 from cleave.errors import FleetGoneError
 from cleave.protocol.numbers import Codec, Matrix, NumpyCodec
 from cleave.server.admission.tokens import Keys
-from cleave.server.contract import Run, RunSubmitted
+from cleave.server.contract import EngineEvent, Run, RunSubmitted
 from cleave.server.driver import Driver
 from cleave.server.engine import Engine
 from cleave.server.fleet_view import FleetView
@@ -247,8 +247,12 @@ class Cluster:
             operands=self._driver.operands,
             ids=self._ids,
             fleet=self._fleet,
-            post=self._driver.post_soon,
+            post=self._post_open,
         )
+
+    def _post_open(self, event: EngineEvent) -> None:
+        self.check_open()
+        self._driver.post_soon(event)
 
     def run(
         self,
