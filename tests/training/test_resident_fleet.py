@@ -29,6 +29,7 @@ from cleave.core.model.decoder import Decoder
 from cleave.core.plan.choose import PassChoice
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.server.cluster import Cluster
+from cleave.server.resident.lease import Lease
 from cleave.train.offload.resident import Pass
 
 
@@ -39,6 +40,8 @@ class Recorded:
         self._cluster = cluster
         self.wire, self.tensor = cluster.wire, cluster.tensor
         self.choose_layer, self.step_ended = cluster.choose_layer, cluster.step_ended
+        self.lease, self.intact, self.rescue = cluster.lease, cluster.intact, cluster.rescue
+        self.before_closing = cluster.before_closing
         self.refusal: str | None = None
         self.passes: list[tuple[Decoder, Batch]] = []
         self.products = 0
@@ -52,9 +55,17 @@ class Recorded:
             return PassChoice(is_resident=False, plan=None, reason=self.refusal)
         return self._cluster.choose_pass(*args, **options)
 
-    def run(self, stack: Decoder, batch: Batch, plan: ResidentPlan | None) -> Pass:
+    def run(
+        self,
+        stack: Decoder,
+        batch: Batch,
+        plan: ResidentPlan | None,
+        lease: Lease | None = None,
+        *,
+        is_exact: bool = False,
+    ) -> Pass:
         self.passes.append((stack, batch))
-        return self._cluster.run(stack, batch, plan)
+        return self._cluster.run(stack, batch, plan, lease, is_exact=is_exact)
 
     def wait(self, future: Future[Any]) -> Any:
         return self._cluster.wait(future)

@@ -47,6 +47,8 @@ from cleave.train.offload.update_rules import Group
 _MOST_READS = 3
 """Steps in a row in which weights are read after which leases are given up: every read fetches all of them."""
 
+_NO_BACKWARD = "a pass in training was not followed by backward"
+
 log = logging.getLogger(__name__)
 
 
@@ -339,7 +341,7 @@ class Leases:
             generation = held.generation
             present = {number: _grad(parameter) for number, parameter in held.parameters.items()}
             if reason is None and generation.begun != generation.returned:
-                self.recover("a pass in training was not followed by backward")
+                self.recover(_NO_BACKWARD)
                 return
             if reason is None and not all(
                 one is None or one is generation.gradients.get(n) for n, one in present.items()
@@ -397,6 +399,9 @@ class Leases:
             if held is None:
                 return None
             generation = held.generation
+            if generation.begun != generation.returned:
+                self.recover(_NO_BACKWARD)
+                return None
             if generation.norms is None:
                 try:
                     sums = held.lease.square_sums(self._fleet.wait(held.lease.measure()))
