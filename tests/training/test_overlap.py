@@ -65,7 +65,7 @@ def test_updating_weights_one_by_one_trains_the_same(fleet: Fleet, family: str, 
 
 def test_weights_sent_ahead_are_not_sent_again(fleet: Fleet) -> None:
     def traffic(*, overlapped: bool) -> list[int]:
-        model = cleave.distribute(make("llama"), fleet, grain="resident")
+        model = cleave.distribute(make("llama"), fleet, grain="resident", lease="never")
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         if overlapped:
             assert cleave.overlap(model, optimizer) is None
