@@ -20,6 +20,7 @@ from typing import Protocol
 
 import numpy as np
 
+from cleave.core.cost.update import update_flops
 from cleave.core.model.decoder import Decoder, View
 from cleave.core.model.update_rule import Rule
 from cleave.core.plan.resident.stages import ResidentPlan
@@ -32,10 +33,6 @@ from cleave.server.contract import EngineEvent, Prompted, Run, RunSubmitted
 from cleave.server.fleet_view import FleetView
 from cleave.server.operands import Operands, Tensor
 from cleave.server.resident.errands import Errand, ErrandRun
-
-_UPDATE_FLOPS = 12
-"""Operations per weight of an update; what counts is that its time is bounded."""
-
 
 Lent = tuple[Tensor, ...]
 """A parameter and its optimizer states, as they are when a lease begins; fp32, bound until they are sent."""
@@ -248,7 +245,7 @@ class Lease:
                     for piece in pieces
                 )
                 program = Update(rule=rule, weights=weights, scale=scale)
-                flops = _UPDATE_FLOPS * sum(float(piece.view.area) for piece in pieces)
+                flops = update_flops(rule, sum(piece.view.area for piece in pieces))
                 errands.append(Errand(device=device, program=program, operands=used, held=used, flops=flops))
         return errands
 
