@@ -27,7 +27,7 @@ from benchmarks.rivals.shape import MODELS, Work
 from benchmarks.rivals.table import best_of, markdown, merge
 from benchmarks.rivals.turns import Cleave, Forks, Limits, Result, cleave_forks, rival_forks, torch_turn
 from benchmarks.rivals.variants import least_step_s, order_by_uplink, variants_of
-from benchmarks.testbed import Testbed
+from benchmarks.testbed import Reserved, Testbed
 from benchmarks.testbed.bed import read_fleet
 
 from cleave.core.fleet.profiles import Profiles
@@ -35,7 +35,9 @@ from cleave.errors import CleaveError
 
 PEER_SYSTEMS: tuple[peers.PeerSystem, ...] = ("hivemind", "torchft")
 MODES = ("full", "lora")
+WIRES = ("bf16", "q8")
 SYSTEMS = ("torch", "hivemind", "torchft", "cleave")
+_SERVER_CORES = 0.5
 
 
 def main(words: list[str] | None = None) -> int:
@@ -51,7 +53,7 @@ def main(words: list[str] | None = None) -> int:
             forks = stack.enter_context(closing(rival_forks(out)))
             ours = stack.enter_context(closing(cleave_forks(out)))
             for fleet, profiles in fleets.items():
-                with Testbed(profiles) as testbed:
+                with Testbed(profiles, _reserved(options, len(profiles))) as testbed:
                     for model, mode in itertools.product(options.models, options.modes):
                         cell = Cell(
                             fleet=fleet,
@@ -136,7 +138,8 @@ def _rounds(cell: Cell, options: argparse.Namespace) -> Iterator[Result]:
     limits = Limits(steps=options.steps, budget_s=options.budget)
     for number in range(options.rounds):
         if "cleave" in options.systems:
-            yield Cleave(cell.cleave_forks, testbed, work, cell.out, limits, options.grain).turn()
+            for wire in options.wires:
+                yield Cleave(cell.cleave_forks, testbed, work, cell.out, limits, options.grain, wire).turn()
         for variant in variants if "torch" in options.systems else ():
             least_s = least_step_s(variant, by_rank, 4.0 * work.trained, 4.0 * work.weights)
             if least_s <= options.longest:
@@ -147,6 +150,12 @@ def _rounds(cell: Cell, options: argparse.Namespace) -> Iterator[Result]:
         for system in PEER_SYSTEMS:
             if system in options.systems:
                 yield peers.turn(system, cell.forks, testbed, profiles, work, cell.out, limits)
+
+
+def _reserved(options: argparse.Namespace, devices: int) -> Reserved | None:
+    """Half a core for the server, the rest in equal shares for the devices."""
+    cores: float | None = options.cores
+    return None if cores is None else Reserved(device=(cores - _SERVER_CORES) / devices, server=_SERVER_CORES)
 
 
 def _shown(given: list[str]) -> str:
@@ -182,6 +191,15 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=SYSTEMS, help="systems to run (default: all)")
     parser.add_argument("--only", nargs="+", help="run only torch settings whose name contains one of these")
     parser.add_argument("--grain", choices=["auto", "gemm", "resident"], default="auto", help="grain of Cleave")
+    parser.add_argument(
+        "--wires", nargs="+", choices=WIRES, default=["bf16"], help="wire formats of Cleave (default: bf16)"
+    )
+    parser.add_argument(
+        "--cores",
+        type=float,
+        help=f"reserve shares of so many cores: {_SERVER_CORES:g} for the server, the rest in equal parts for the "
+        "devices (default: all processes share this machine's cores)",
+    )
     parser.add_argument("--rounds", type=int, default=1, help="turns of every setting (default: 1)")
     parser.add_argument("--steps", type=int, default=6, help="steps of a turn at most (default: 6)")
     parser.add_argument(

@@ -25,7 +25,7 @@ _LEAST_STEPS = 5
 def main(given: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     with cleave.Fleet.serve(
-        f"{given['address']}:{given['port']}", wire="bf16", offload="always", trust="own", alone_wait_s=60
+        f"{given['address']}:{given['port']}", wire=given["wire"], offload="always", trust="own", alone_wait_s=60
     ) as fleet:
         fleet.wait(given["devices"], timeout_s=given["joining_s"])
         model = cleave.distribute(build(Work(**given["work"])), fleet, grain=given["grain"])

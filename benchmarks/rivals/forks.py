@@ -2,8 +2,9 @@
 """Fork the rivals' processes from one that has imported their libraries, each into the namespace of its device.
 
 `python -m benchmarks.rivals.forks MODULE ...` imports the modules, then reads a JSON object per line: the module whose
-`main` to run, the namespace, the host's name there, and what to give to `main`. It answers each with the process id. On
-two shared cores, importing torch once instead of once per device is what makes many short runs possible.
+`main` to run, the namespace, the control group, the host's name, and what to give to `main`. It
+answers each with the process id. On two shared cores, importing torch once instead of once per device is what makes
+many short runs possible.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def serve(order: dict[str, Any]) -> None:
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
+        if order["group"]:
+            Path(order["group"]).write_text(str(os.getpid()), encoding="utf-8")
         enter_place(order["namespace"], order["host"])
         null = os.open(os.devnull, os.O_RDONLY)
         os.dup2(null, sys.stdin.fileno())

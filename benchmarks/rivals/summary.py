@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,11 +17,11 @@ from benchmarks.rivals.table import Merged, best_of, merge
 from benchmarks.rivals.turns import Result
 
 _PREFIX: Final = "-rivals-"
+_OURS: Final = ("Cleave", "Cleave, q8")
+_PIPELINES: Final = ("torch GPipe", "torch 1F1B", "torch GPipe x data parallel (DT-FM)")
 _COLUMNS: Final = (
     "one device alone",
-    "torch GPipe",
-    "torch 1F1B",
-    "torch GPipe x data parallel (DT-FM)",
+    *_PIPELINES,
     "torch DDP",
     "torch FSDP",
     "hivemind",
@@ -45,25 +45,33 @@ def over_predicted(ours: Merged) -> str:
 
 def summary(cells: Sequence[tuple[str, list[Merged]]]) -> str:
     """Format all cells."""
+    heads = [f"{name}, s | measured / predicted | over the best pipeline" for name in _OURS]
     lines = [
-        f"| fleet, model, mode | Cleave, s | measured / predicted | {' | '.join(_COLUMNS)} |",
-        f"|---|---|---|{'---|' * len(_COLUMNS)}",
+        f"| fleet, model, mode | {' | '.join(heads)} | {' | '.join(_COLUMNS)} |",
+        f"|---|{'---|' * (3 * len(_OURS) + len(_COLUMNS))}",
     ]
     for name, systems in cells:
         found = {each.system: each for each in systems}
-        ours = found.get("Cleave")
-        shown: list[str] = []
-        for column in _COLUMNS:
-            rival = found.get(column)
-            if rival is None or not rival.counted_s:
-                shown.append("" if rival is None else rival.error)
-            elif ours is None or not ours.counted_s:
-                shown.append(f"{rival.median_s:.2f}")
-            else:
-                shown.append(f"{rival.median_s:.2f} ({ours.median_s / rival.median_s:.2f})")
-        own = f"{ours.median_s:.2f} | {over_predicted(ours)}" if ours is not None and ours.counted_s else " | "
-        lines.append(f"| {name} | {own} | {' | '.join(shown)} |")
+        pipelines = [found[each].median_s for each in _PIPELINES if each in found]
+        ours = [_own(found.get(each), min(pipelines, default=None)) for each in _OURS]
+        lines.append(f"| {name} | {' | '.join([*ours, *(_rival(found, each) for each in _COLUMNS)])} |")
     return "\n".join(lines) + "\n"
+
+
+def _own(ours: Merged | None, pipeline_s: float | None) -> str:
+    if ours is None or not ours.counted_s:
+        return " | | "
+    ratio = "" if pipeline_s is None else f"{ours.median_s / pipeline_s:.2f}"
+    return f"{ours.median_s:.2f} | {over_predicted(ours)} | {ratio}"
+
+
+def _rival(found: Mapping[str, Merged], name: str) -> str:
+    rival, ours = found.get(name), found.get(_OURS[0])
+    if rival is None or not rival.counted_s:
+        return "" if rival is None else rival.error
+    if ours is None or not ours.counted_s:
+        return f"{rival.median_s:.2f}"
+    return f"{rival.median_s:.2f} ({ours.median_s / rival.median_s:.2f})"
 
 
 if __name__ == "__main__":

@@ -86,8 +86,9 @@ def markdown(title: str, command: str, merged: Sequence[Merged], machine: str, e
             f"| {each.system} | {each.settings} | {each.median_s:.2f} | {each.spread} | {ratio} "
             f"| {up:.2f} | {down:.2f} | {cpu_s:.2f} | {peak:.0f} | {off:.4f} |"
         )
-    if ours is not None and not ours.error:
-        lines += ["", *_prediction(ours)]
+    for each in merged:
+        if each.last.predicted_s and not each.error:
+            lines += ["", *_prediction(each)]
     if every:
         lines += ["", "All settings that were tried, by their median s a step: "]
         lines += [
@@ -99,7 +100,7 @@ def markdown(title: str, command: str, merged: Sequence[Merged], machine: str, e
 
 def _prediction(ours: Merged) -> list[str]:
     last = ours.last
-    rows = ["| step | Cleave, s | predicted | measured / predicted |", "|---|---|---|---|"]
+    rows = [f"| step | {ours.system}, s | predicted | measured / predicted |", "|---|---|---|---|"]
     for number, (taken_s, predicted_s) in enumerate(zip(last.step_s, last.predicted_s, strict=True), start=1):
         shown = ("", "") if predicted_s is None else (f"{predicted_s:.2f}", f"{taken_s / predicted_s:.2f}")
         rows.append(f"| {number} | {taken_s:.2f} | {shown[0]} | {shown[1]} |")

@@ -98,6 +98,7 @@ class Forks:
         order = {
             "module": f"benchmarks.rivals.{module}",
             "namespace": testbed.layout.namespace(place),
+            "group": str(testbed.group(place) or ""),
             "host": testbed.address(place),
             "given": given,
         }
@@ -225,12 +226,19 @@ def environment() -> dict[str, str]:
     }
 
 
+def cleave_name(wire: str) -> str:
+    """The name under which Cleave stands in tables: bf16 is the format that rivals get too."""
+    return "Cleave" if wire == "bf16" else f"Cleave, {wire}"
+
+
 class Cleave:
     """Cleave's server in the server's namespace, `cleave join` in every other."""
 
-    def __init__(self, forks: Forks, testbed: Testbed, work: Work, out: Path, limits: Limits, grain: str) -> None:
+    def __init__(
+        self, forks: Forks, testbed: Testbed, work: Work, out: Path, limits: Limits, grain: str, wire: str = "bf16"
+    ) -> None:
         self._forks, self._testbed, self._out, self._limits = forks, testbed, out, limits
-        self._steps = out / "cleave.jsonl"
+        self._steps, self._wire = out / "cleave.jsonl", wire
         self._given = {
             "address": testbed.address(SERVER),
             "port": _PORT,
@@ -240,6 +248,7 @@ class Cleave:
             "budget_s": limits.budget_s,
             "joining_s": limits.turn_s,
             "grain": grain,
+            "wire": wire,
             "out": str(out),
         }
 
@@ -266,7 +275,7 @@ class Cleave:
 
     def turn(self) -> Result:
         """Train once, from joining on."""
-        result = Result(system="Cleave", settings=f"grain {self._given['grain']}, bf16")
+        result = Result(system=cleave_name(self._wire), settings=f"grain {self._given['grain']}, {self._wire}")
         server = self.start()
         traffic, cpu_s, previous_s = self._testbed.traffic(), 0.0, 0.0
         until_s = time.monotonic() + 2 * self._limits.turn_s

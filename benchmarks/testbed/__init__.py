@@ -3,7 +3,7 @@
 `Testbed` builds one from the profiles of a fleet; `python -m benchmarks.testbed` is its command line.
 """
 
-from benchmarks.testbed.bed import Testbed, Traffic
+from benchmarks.testbed.bed import Reserved, Testbed, Traffic
 from benchmarks.testbed.layout import SERVER, TestbedError
 
-__all__ = ["SERVER", "Testbed", "TestbedError", "Traffic"]
+__all__ = ["SERVER", "Reserved", "Testbed", "TestbedError", "Traffic"]

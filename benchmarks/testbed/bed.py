@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final
 
-from benchmarks.testbed import removal
+from benchmarks.testbed import cores, removal
 from benchmarks.testbed.layout import SERVER, Layout, TestbedError, batches_of, layout_of
 
 from cleave.core.fleet.profiles import Profiles, read_csv
@@ -26,6 +26,8 @@ from cleave.errors import InputError
 
 _numbers: Final = itertools.count()
 _NEEDED: Final = ("ip", "tc")
+_ENTER: Final = 'echo $$ > "$0" && exec "$@"'
+"""Shell command that joins the control group named first, then becomes the command after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,14 @@ class Traffic:
 
     def __sub__(self, earlier: Traffic) -> Traffic:
         return Traffic(down_bytes=self.down_bytes - earlier.down_bytes, up_bytes=self.up_bytes - earlier.up_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserved:
+    """Cores of every place's own; fractions are slower machines."""
+
+    device: float
+    server: float
 
 
 def read_fleet(path: Path) -> Profiles:
@@ -52,8 +62,13 @@ class Testbed:
 
     __test__ = False
 
-    def __init__(self, profiles: Profiles) -> None:
+    def __init__(self, profiles: Profiles, reserved: Reserved | None = None) -> None:
+        """Without `reserved`, all places share this machine's cores."""
         _check_means()
+        if reserved is not None:
+            _check_cores(reserved, len(profiles))
+        self._reserved = reserved
+        self._groups: dict[str, Path] = {}
         self.layout: Layout = layout_of(profiles, removal.owned_prefix(next(_numbers)))
         self.devices: tuple[str, ...] = profiles.names
         self._watcher: subprocess.Popen[bytes] | None = None
@@ -66,6 +81,10 @@ class Testbed:
         try:
             for command, lines in batches_of(self.layout):
                 _run_batch(command, lines)
+            if self._reserved is not None:
+                for place in (SERVER, *self.devices):
+                    share = self._reserved.server if place == SERVER else self._reserved.device
+                    self._groups[place] = cores.reserve(self.layout.namespace(place), share)
         except BaseException:
             self.close()
             raise
@@ -102,8 +121,9 @@ class Testbed:
         stderr: int | IO[Any] | None = None,
     ) -> subprocess.Popen[bytes]:
         """Start a command in a place; its process id is the command's own."""
+        entering = [] if (group := self.group(place)) is None else ["sh", "-c", _ENTER, str(group)]
         process = subprocess.Popen(
-            ["ip", "netns", "exec", self.layout.namespace(place), *map(str, command)],
+            [*entering, "ip", "netns", "exec", self.layout.namespace(place), *map(str, command)],
             env={**os.environ, **self.variables(place), **(env or {})},
             stdin=subprocess.DEVNULL,
             stdout=stdout,
@@ -111,6 +131,10 @@ class Testbed:
         )
         self._started.append(process)
         return process
+
+    def group(self, place: str) -> Path | None:
+        """The file that takes the ids of the processes of a place, where its cores are reserved."""
+        return self._groups.get(place)
 
     def variables(self, place: str) -> dict[str, str]:
         """What a command learns about its place from its environment."""
@@ -158,6 +182,17 @@ def _check_means() -> None:
         raise TestbedError(
             f"a testbed needs root for its network namespaces, but runs as user {os.geteuid()}; run it with sudo"
         )
+
+
+def _check_cores(reserved: Reserved, devices: int) -> None:
+    needed, present = reserved.server + devices * reserved.device, os.cpu_count() or 1
+    if min(reserved.device, reserved.server) <= 0 or needed > present:
+        raise TestbedError(
+            f"expected shares of {present} cores for {devices} devices and the server, got {reserved.device:g} each "
+            f"and {reserved.server:g}, together {needed:g}; give smaller ones"
+        )
+    if refusal := cores.why_not():
+        raise TestbedError(f"cores cannot be reserved here: {refusal}; run without reserved cores")
 
 
 def _run_batch(command: tuple[str, ...], lines: Sequence[str]) -> None:

@@ -84,14 +84,10 @@ def measure(testbed: Testbed, seconds: float = 1.0) -> Iterator[Measured]:
 def move_at_once(testbed: Testbed, moves: list[tuple[str, Way]], count: float) -> list[transfer.Arrivals]:
     """Move `count` bytes between the server and each device, all at the same time."""
     size = max(_FEWEST_BYTES, round(count))
-    movers = [
-        testbed.start(
-            name,
-            [sys.executable, "-I", transfer.__file__, way, testbed.address(SERVER), str(_PORT), str(size)],
-            stdout=subprocess.PIPE,
-        )
-        for name, way in moves
-    ]
+    numbers = map(str, (_PORT, size, len(moves)))
+    command = [sys.executable, "-I", transfer.__file__]
+    given = [testbed.address(SERVER), *numbers]
+    movers = [testbed.start(name, [*command, way, *given], stdout=subprocess.PIPE) for name, way in moves]
     said = [mover.communicate()[0] for mover in movers]
     for (name, way), mover in zip(moves, movers, strict=True):
         if mover.returncode != 0:

@@ -1,4 +1,6 @@
-"""Remove a testbed: end what runs in its namespaces, then delete them. Standard library only, as it is also a program.
+"""Remove a testbed: end what runs in its namespaces, then delete them, and its control groups.
+
+Standard library only, as it is also a program.
 
 `python removal.py PREFIX OWNER` waits until the process OWNER has ended or its own standard input closes, then removes
 everything whose name starts with PREFIX. A testbed starts one of these before it makes anything, so that a crash or
@@ -14,10 +16,12 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
 PREFIX: Final = "cleave-testbed"
+GROUPS: Final = Path("/sys/fs/cgroup")
 _NAMES: Final = Path("/run/netns")
 _PATIENCE_S: Final = 10.0
 
@@ -37,7 +41,7 @@ def owned_prefix(number: int) -> str:
 
 
 def remove(prefix: str) -> None:
-    """Kill every process in namespaces with this prefix, and delete them."""
+    """Kill every process in namespaces with this prefix, and delete them and the control groups of their names."""
     assert prefix.startswith(f"{PREFIX}-")
     names = sorted(path.name for path in _NAMES.glob(f"{prefix}*"))
     until = time.monotonic() + _PATIENCE_S
@@ -48,6 +52,18 @@ def remove(prefix: str) -> None:
             time.sleep(0.01)
     for name in names:
         subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+    for group in groups_root().glob(f"{prefix}*"):
+        while time.monotonic() < until:
+            with suppress(OSError):  # a process in it is still ending
+                group.rmdir()
+                break
+            time.sleep(0.01)
+
+
+def groups_root() -> Path:
+    """Where control groups with quotas are made: in the hierarchy of version 1 if it is mounted, else of version 2."""
+    first = GROUPS / "cpu"
+    return first if first.is_dir() else GROUPS
 
 
 def processes(namespace: str) -> list[int]:

@@ -1,8 +1,8 @@
 """Move bytes over one plain TCP connection and say when they arrived. Standard library only: it runs in namespaces.
 
 `python transfer.py listen ADDRESS PORT` serves until it is killed. `python transfer.py down ADDRESS PORT BYTES` gets
-that many bytes from it, `up` sends them. Both print what the receiving end saw, as JSON: a list of moments, in seconds
-of the clock that all processes of a machine share, and of bytes so far.
+that many bytes from it, `up` sends them; with a further number N, once N transfers wait. Both print what the receiver
+saw, as JSON: a list of moments, in seconds of the clock that all processes of a machine share, and of bytes so far.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import time
 from typing import Final
 
 _CHUNK: Final = bytes(1 << 16)
-_REQUEST: Final = struct.Struct("!?Q")
+_REQUEST: Final = struct.Struct("!?QI")
 _PATIENCE_S: Final = 10.0
 _RECORD_S: Final = 1e-3
 Arrivals = list[tuple[float, int]]
@@ -25,14 +25,17 @@ Arrivals = list[tuple[float, int]]
 def listen(address: str, port: int) -> None:
     listener = socket.create_server((address, port), backlog=64)
     print("listening", flush=True)
+    starts: dict[int, threading.Barrier] = {}
     while True:
         connection, _ = listener.accept()
-        threading.Thread(target=_serve, args=(connection,), daemon=True).start()
+        down, count, together = _REQUEST.unpack(_exactly(connection, _REQUEST.size))
+        start = starts.setdefault(together, threading.Barrier(together))
+        threading.Thread(target=_serve, args=(connection, down, count, start), daemon=True).start()
 
 
-def _serve(connection: socket.socket) -> None:
+def _serve(connection: socket.socket, down: bool, count: int, start: threading.Barrier) -> None:
     with connection:
-        down, count = _REQUEST.unpack(_exactly(connection, _REQUEST.size))
+        start.wait()
         if down:
             _send(connection, count)
             connection.recv(1)
@@ -48,11 +51,11 @@ def _exactly(connection: socket.socket, count: int) -> bytes:
     return got
 
 
-def move(way: str, address: str, port: int, count: int) -> Arrivals:
-    """Receive (`down`) or send (`up`) bytes, and return when they arrived at the receiving end."""
+def move(way: str, address: str, port: int, count: int, together: int = 1) -> Arrivals:
+    """Receive (`down`) or send (`up`) bytes once so many transfers wait; return when they arrived at their end."""
     with socket.create_connection((address, port), timeout=_PATIENCE_S) as connection:
         connection.settimeout(None)
-        connection.sendall(_REQUEST.pack(way == "down", count))
+        connection.sendall(_REQUEST.pack(way == "down", count, together))
         if way == "down":
             return _receive(connection, count)
         connection.recv(1)
@@ -99,4 +102,4 @@ def let_through_bytes(arrivals: Arrivals, bytes_per_s: float) -> float:
 if __name__ == "__main__":
     if sys.argv[1] == "listen":
         listen(sys.argv[2], int(sys.argv[3]))
-    print(json.dumps(move(sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]))))
+    print(json.dumps(move(sys.argv[1], sys.argv[2], *map(int, sys.argv[3:]))))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.testbed import SERVER, Testbed, TestbedError, removal, transfer
+from benchmarks.testbed import SERVER, Reserved, Testbed, TestbedError, cores, removal, transfer
 from benchmarks.testbed.__main__ import main
 from benchmarks.testbed.bed import read_fleet
 from benchmarks.testbed.check import common_bytes_per_s, measure
@@ -25,6 +25,13 @@ from cleave.core.fleet.profiles import Profiles
 ROOT = Path(__file__).parents[2]
 FLEETS = ROOT / "benchmarks" / "fleets"
 PATIENCE_S = 60
+SPIN = """
+import json, time
+began_s, idle_s = time.monotonic(), time.process_time()
+while time.process_time() - idle_s < 0.2:
+    pass
+print(json.dumps([time.process_time() - idle_s, time.monotonic() - began_s]))
+"""
 
 
 def fleet(*links: tuple[float, float], medium_bytes_per_s: float | None = None) -> Profiles:
@@ -84,6 +91,24 @@ def transfer_s(testbed: Testbed, sender: str, receiver: str, count: int) -> floa
 
 
 # -------------------------------------------------------------------------------------------------- limits
+
+
+@pytest.mark.usefixtures("means")
+def test_a_place_with_reserved_cores_gets_no_more_processor_time_than_that() -> None:
+    if refusal := cores.why_not():
+        pytest.skip(f"cores cannot be reserved here: {refusal}")
+    share = 0.2
+    with Testbed(fleet((1e6, 1e6)), Reserved(device=share, server=share)) as testbed:
+        prefix = prefix_of(testbed)
+        spinner = testbed.start("d0", [sys.executable, "-I", "-c", SPIN], stdout=subprocess.PIPE)
+        spent_s, passed_s = json.loads(spinner.communicate(timeout=PATIENCE_S)[0])
+        assert spent_s < 1.25 * share * passed_s
+    assert not list(removal.groups_root().glob(f"{prefix}*"))
+
+
+def test_more_cores_than_there_are_cannot_be_reserved(means: None) -> None:
+    with pytest.raises(TestbedError, match=str(os.cpu_count())):
+        Testbed(fleet((1e6, 1e6)), Reserved(device=1.0, server=float(os.cpu_count() or 1)))
 
 
 @pytest.mark.usefixtures("means")
