@@ -192,7 +192,9 @@ def test_an_unplugged_device_sends_nothing_more() -> None:
         testbed.unplug("d0")
         shown = testbed.start("d0", ["cat", "/sys/class/net/eth0/operstate"], stdout=subprocess.PIPE)
         assert shown.communicate(timeout=PATIENCE_S)[0] == b"down\n"
-        running = testbed.start("d0", ["sleep", "1000"], stdout=subprocess.PIPE)
+        running = testbed.start("d0", ["sh", "-c", "echo here; exec sleep 1000"], stdout=subprocess.PIPE)
+        assert running.stdout is not None
+        assert running.stdout.readline() == b"here\n"
         testbed.kill("d0")
         assert running.wait(PATIENCE_S) == -signal.SIGKILL
 
