@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -147,10 +148,13 @@ def drafts(stages: Sequence[Stage], names: Sequence[str]) -> list[Draft] | None:
     ]
 
 
-def judge(problem: Problem, stages: Sequence[Draft], chunk: int, *, is_played: bool = False) -> ResidentPlan | None:
+def judge(
+    problem: Problem, stages: Sequence[Draft], chunk: int, *, is_played: bool = False, within_s: float = inf
+) -> ResidentPlan | None:
     """The plan that these stages make, with rows shared; None if memory does not hold it.
 
-    With `is_played`, its time is that of its timeline, which takes milliseconds instead of microseconds.
+    With `is_played`, its time is that of its timeline, which takes milliseconds instead of microseconds; None if that
+    exceeds `within_s`.
     """
     shared = _share(problem, stages, chunk)
     if shared is None:
@@ -158,7 +162,10 @@ def judge(problem: Problem, stages: Sequence[Draft], chunk: int, *, is_played: b
     hops = _hops(problem, shared, chunk)
     limit, busiest_s = _limit(problem, shared, hops, chunk)
     if is_played:
-        busiest_s = _played_s(problem, stages, shared, chunk) - hops.fill_s
+        played_s = _played_s(problem, stages, shared, chunk, within_s)
+        if played_s > within_s:
+            return None
+        busiest_s = played_s - hops.fill_s
     leases = shared.pace.leases
     columns = zip(shared.rows, shared.pace.keeps, leases.every.max(axis=1).tolist(), strict=True)
     return ResidentPlan(
@@ -329,8 +336,8 @@ def _slots(problem: Problem, shared: _Shared) -> Floats:
     return np.clip(slots, 1, problem.sequences)
 
 
-def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk: int) -> float:
-    """Seconds of the step's timeline."""
+def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk: int, within_s: float) -> float:
+    """Seconds of the step's timeline; infinite if they are found to exceed `within_s`."""
     profiles, sums, of = problem.profiles, problem.sums, shared.of
     used = np.flatnonzero(shared.rows.any(axis=0))
     place = {device: number for number, device in enumerate(used.tolist())}
@@ -392,6 +399,7 @@ def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk:
         sequences=problem.sequences,
         chunks=-(-sums.sequence // chunk),
         sequence_s=_flowing_s(problem, shared, chunk) / problem.sequences,
+        within_s=within_s,
         shared=SharedByAll(
             task_s=problem.server.task_s,
             byte_s=problem.server.byte_s,
