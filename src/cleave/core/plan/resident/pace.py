@@ -23,7 +23,6 @@ from cleave.core.fleet.profiles import Bools, Floats, Ints
 from cleave.core.plan.resident.problem import Problem
 
 _NEVER_S = 1e30
-_MANY_OPEN = 16  # sequences that keep every stage of a pipeline busy
 _LARGEST_SHARE = 1.5  # sequences of a device in a column, relative to an equal share
 
 
@@ -140,10 +139,10 @@ def _keeps(problem: Problem, of: ShardCosts, free: Floats, mates: Ints) -> tuple
     Only shards with attention have a state to keep it in, and only in training with the loss on devices does backward
     follow forward at once.
     """
-    if not problem.may_keep or problem.sums.sublayers[-1].kind != "head" or not problem.sums.is_trained:
+    if not problem.kept_sequences or problem.sums.sublayers[-1].kind != "head" or not problem.sums.is_trained:
         return np.zeros(free.shape, dtype=np.int64), np.zeros(free.shape)
     share = np.minimum(np.ceil(_LARGEST_SHARE * problem.sequences / mates), problem.sequences)[:, None]
-    sequences = np.minimum(share, _MANY_OPEN)
+    sequences = np.minimum(share, problem.kept_sequences)
     kept = sequences * of.kept_bytes
     x_bytes = share * problem.sums.sequence * of.kept_bytes_per_row[:, None]  # what is not kept is sent again
     needed = kept + (sequences - 1) * of.state_bytes[:, None] + x_bytes

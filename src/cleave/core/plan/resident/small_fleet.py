@@ -35,6 +35,7 @@ _MOVED_UNITS = 100_000  # in their timelines together
 _HOPELESS = 1.3  # the formula is seldom that much above the timeline
 _REFINED = 2  # of the arrangements that were played
 _MANY = 24  # beyond this many devices the dynamic program would take seconds
+_KEPT_SEQUENCES = (4, 2, 0)  # where memory is short: activations of few sequences at once, or of none
 _USUAL_CHUNK = 64
 _LIKELY_CHUNKS = 3
 
@@ -109,7 +110,10 @@ def _best(problem: Problem, chunks: Sequence[int], *, is_thorough: bool) -> Resi
         within_s = inf if best is None else best.step_s
         found = _searched(way, chunks, within_s, is_thorough=is_thorough)
         if not found or is_cramped(way, _free(way, found[0]), found[0].chunk):
-            found += _searched(replace(way, may_keep=False), chunks, within_s, is_thorough=is_thorough)
+            for kept in _KEPT_SEQUENCES:
+                within_s = min((plan.step_s for plan in found), default=within_s)
+                less = replace(way, kept_sequences=kept)
+                found += _searched(less, chunks, within_s, is_thorough=is_thorough)
         best = min((plan for plan in (best, *found) if plan is not None), key=_step_s, default=None)
     return best
 
