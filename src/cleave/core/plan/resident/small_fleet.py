@@ -36,7 +36,7 @@ _HOPELESS = 1.3  # the formula is seldom that much above the timeline
 _REFINED = 2  # of the arrangements that were played
 _MANY = 24  # beyond this many devices the dynamic program would take seconds
 _KEPT_SEQUENCES = (4, 2, 0)  # where memory is short: activations of few sequences at once, or of none
-_USUAL_CHUNK = 64
+_USUAL_CHUNKS = 64, 256  # what suits a device depends on them
 _LIKELY_CHUNKS = 3
 
 
@@ -132,13 +132,17 @@ def _step_s(plan: ResidentPlan) -> float:
 
 
 def _best_of_few(problem: Problem, chunks: Sequence[int], within_s: float, *, is_thorough: bool) -> list[ResidentPlan]:
-    usual = min(chunks, key=lambda chunk: abs(chunk - _USUAL_CHUNK))
-    for chunk in dict.fromkeys((usual, chunks[0])):
-        proposed = arrangements(problem, chunk, in_any_order=is_thorough)
-        finalists = [plan for found in proposed for plan in _finalists(problem, found, chunk)]
+    usual = {min(chunks, key=lambda chunk: abs(chunk - size)) for size in _USUAL_CHUNKS[: 1 + is_thorough]}
+    for sizes in (sorted(usual), chunks[:1]):
+        finalists = [
+            plan
+            for chunk in sizes
+            for found in arrangements(problem, chunk, in_any_order=is_thorough)
+            for plan in _finalists(problem, found, chunk)
+        ]
         if finalists:
-            simple = [plan for stages in _simple(problem) if (plan := judge(problem, stages, chunk)) is not None]
-            different = {plan.arrangement: plan for plan in (*finalists, *simple)}
+            simple = [plan for stages in _simple(problem) if (plan := judge(problem, stages, sizes[0])) is not None]
+            different = {plan.arrangement[1]: plan for plan in (*finalists, *simple)}
             return _best_played(problem, list(different.values()), chunks, within_s)
     return []
 

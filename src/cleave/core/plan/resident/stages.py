@@ -154,11 +154,21 @@ def judge(
     """The plan that these stages make, with rows shared; None if memory does not hold it.
 
     With `is_played`, its time is that of its timeline, which takes milliseconds instead of microseconds; None if that
-    exceeds `within_s`.
+    exceeds `within_s`. Where devices share a column, both ways to share its rows are played, and the faster is taken.
     """
-    shared = _share(problem, stages, chunk)
-    if shared is None:
-        return None
+    best: ResidentPlan | None = None
+    is_shared = is_played and any(len(group) > 1 for stage in stages for group in stage.members)
+    for ends_together in (False, True) if is_shared else (False,):
+        shared = _share(problem, stages, chunk, ends_together=ends_together)
+        found = None if shared is None else _judged(problem, stages, shared, chunk, is_played, within_s)
+        if found is not None and (best is None or found.step_s < best.step_s):
+            best, within_s = found, min(within_s, found.step_s)
+    return best
+
+
+def _judged(
+    problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk: int, is_played: bool, within_s: float
+) -> ResidentPlan | None:
     hops = _hops(problem, shared, chunk)
     limit, busiest_s = _limit(problem, shared, hops, chunk)
     if is_played:
@@ -219,7 +229,7 @@ class _Shared:
         return self.row_compute_s * self.rows
 
 
-def _share(problem: Problem, stages: Sequence[Draft], chunk: int) -> _Shared | None:
+def _share(problem: Problem, stages: Sequence[Draft], chunk: int, *, ends_together: bool = False) -> _Shared | None:
     """Share the rows of every column; None if no member can hold one."""
     profiles, sums = problem.profiles, problem.sums
     columns = [(stage, group) for stage in stages for group in stage.members]
@@ -229,7 +239,7 @@ def _share(problem: Problem, stages: Sequence[Draft], chunk: int) -> _Shared | N
     runs = np.array([(stage.first, stage.count, len(stage.members)) for stage, _ in columns])
     of = shard_costs(sums, runs[:, 0], runs[:, 1], runs[:, 2], chunk=chunk)
     pace = paces(problem, of, members, chunk, np.array([stage.may_lease for stage, _ in columns]))
-    ends_s, rows = share_rows(pace, problem.sequences, sums.sequence, of.takes_sequences)
+    ends_s, rows = share_rows(pace, problem.sequences, sums.sequence, of.takes_sequences, ends_together=ends_together)
     if not np.isfinite(ends_s).all():
         return None
     again = np.maximum(rows - pace.kept, 0.0) * of.again_bytes_per_row[:, None]
