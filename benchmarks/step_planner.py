@@ -13,6 +13,7 @@ from typing import TypedDict, cast
 
 import numpy as np
 
+from cleave.core.cost.lease import ADAM_STATES
 from cleave.core.cost.rates import Server
 from cleave.core.cost.resident import sum_up
 from cleave.core.cost.terms import lean_terms, live_terms
@@ -23,7 +24,7 @@ from cleave.core.model.shapes import named
 from cleave.core.model.sublayers import Sublayer, sublayers_of
 from cleave.core.plan.resident.cover import Recipe, cover, make_table, weigh
 from cleave.core.plan.resident.large_fleet import ModelPlan, plan_resident
-from cleave.core.plan.resident.problem import pose
+from cleave.core.plan.resident.problem import Leasing, pose
 from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.rivals.case import Case, Rival
 from cleave.core.plan.rivals.compare import all_rivals
@@ -76,7 +77,8 @@ def run(given: dict[str, object], say: Say) -> None:
     scenario = cast("Scenario", given)
     _table(scenario, say)
     _steps(scenario, say)
-    _grid(scenario, say)
+    for wire in ("bf16", "q8"):
+        _grid(scenario, wire, say)
     _caps(scenario, say)
     _timing(scenario, say)
 
@@ -196,13 +198,13 @@ def _one_recipe(scenario: Scenario, cell: tuple[str, str, int], recipe: Recipe) 
     return best
 
 
-def _grid(scenario: Scenario, say: Say) -> None:
+def _grid(scenario: Scenario, wire: WireFormat, say: Say) -> None:
     grid = scenario["grid"]
     small = product(grid["models"], grid["fleets"], grid["sizes"])
     cells = [(model, kind, size, scenario["tokens"]) for model, kind, size in small] + list(grid["large"])
-    say(f"## {len(cells)} cells: seconds per step, server unlimited\n")
+    say(f"## {len(cells)} cells: seconds per step, {wire}, leases where they pay, server unlimited\n")
     say("`gain` is the best rival's time over the columns': below 1, the rival wins. Rivals keep their optimizer on")
-    say("devices and are lower bounds or optimistic estimates.\n")
+    say("devices, send 16-bit numbers, and are lower bounds or optimistic estimates.\n")
     say("| model | fleet | devices | tokens | columns | / area bound | best rival | | gain | / grouped gemms |")
     say("|---|---|---|---|---|---|---|---|---|---|")
     gains: list[float] = []
@@ -212,7 +214,15 @@ def _grid(scenario: Scenario, say: Say) -> None:
         profiles = fleet(kind, size, scenario["seed"])
         where = f"{model} | {kind} | {size} | {tokens}"
         try:
-            chosen = choose_step(profiles, named(model), tokens, sequence=scenario["sequence"], resident_only=True)
+            chosen = choose_step(
+                profiles,
+                named(model),
+                tokens,
+                sequence=scenario["sequence"],
+                wire=wire,
+                resident_only=True,
+                leasing=Leasing(states=ADAM_STATES),
+            )
         except InfeasibleError:
             say(f"| {where} | does not fit | | | | | |")
             continue

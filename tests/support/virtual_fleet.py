@@ -87,7 +87,7 @@ class Fleet:
         assert isinstance(run, ResidentRun)
         profiles = self.driver.engine.roster.profiles()
         assert profiles is not None
-        work = PassWork(run.decoder, run.batch.sequences, run.batch.sequence, run.batch.is_trained)
+        work = PassWork(run.decoder, run.batch.sequences, run.batch.sequence, run.batch.is_trained, run.batch.wants_dx)
         try:
             return plan_pass(work, profiles, SETTING)
         except InfeasibleError as fault:

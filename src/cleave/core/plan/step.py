@@ -23,7 +23,7 @@ from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.gemms import Gemm, Role, StepGemm, attention_products, step_gemms
 from cleave.core.model.shapes import ModelShape
 from cleave.core.plan.gemm.product import GemmPlan, Split, plan_gemm
-from cleave.core.plan.resident.few_devices import FEW, plan_few
+from cleave.core.plan.resident.few_devices import FEW, least_few_s, plan_few
 from cleave.core.plan.resident.large_fleet import ModelPlan, plan_resident
 from cleave.core.plan.resident.problem import Leasing
 from cleave.core.plan.rivals.case import Case, Rival, plural
@@ -33,6 +33,8 @@ from cleave.errors import InfeasibleError
 
 StepGrain = Literal["gemm", "resident"]
 COLUMNS = "columns"
+_ABOVE_BOUND = 1.3
+"""Seconds of columns over their fluid bound, at least."""
 ROLES: tuple[Role, ...] = ("forward", "grad_input", "grad_weight")
 
 
@@ -153,10 +155,7 @@ def choose_step(
     resident_only: bool = False,
     leasing: Leasing | None = None,
 ) -> StepChoice:
-    """The faster grain. Gemms are planned in full only if their lower bound could win.
-
-    Columns are leased only by the search for few devices: where many share the rows of every column, none could be.
-    """
+    """The faster grain. Gemms are planned in full only if their lower bound could win."""
     server = server or Server()
     attention_products(shape, tokens, sequence)  # raises unless the tokens are whole sequences
     case = Case(profiles=profiles, shape=shape, tokens=tokens, sequence=sequence, wire=wire, server=server)
@@ -198,28 +197,35 @@ def choose_step(
 
 
 def _resident(case: Case, leasing: Leasing | None) -> ModelPlan:
-    """The faster plan of the searches that apply."""
-    searches = (plan_resident, partial(plan_few, leasing=leasing)) if len(case.profiles) <= FEW else (plan_resident,)
+    """The faster plan of the searches for many and for few devices.
+
+    Of a larger fleet, the latter takes the strongest devices, and only where leases could make them faster than all:
+    a leased column has one holder, who takes every row.
+    """
+    plan_all = partial(plan_resident, case.profiles)
+    plan_strongest = partial(plan_few, case.profiles, leasing=leasing)
     found: list[ModelPlan] = []
     why: InfeasibleError | None = None
-    for search in searches:
+    for search in (plan_all, plan_strongest):
+        is_few = len(case.profiles) <= FEW
+        if search is plan_strongest and not is_few and (leasing is None or not _may_pay(case, leasing, found)):
+            continue
         try:
-            found.append(
-                search(
-                    case.profiles,
-                    case.shape,
-                    case.tokens,
-                    sequence=case.sequence,
-                    wire=case.wire,
-                    server=case.server,
-                )
-            )
+            found.append(search(case.shape, case.tokens, sequence=case.sequence, wire=case.wire, server=case.server))
         except InfeasibleError as fault:
             why = why or fault
     if not found:
         assert why is not None
         raise why
     return min(found, key=lambda plan: plan.step_s)
+
+
+def _may_pay(case: Case, leasing: Leasing, found: list[ModelPlan]) -> bool:
+    """Whether the strongest few devices with leases could beat the plan found for all."""
+    if not found:
+        return True
+    least_s = least_few_s(case.profiles, case.shape, case.tokens, case.sequence, case.wire, leasing)
+    return least_s * _ABOVE_BOUND < found[0].step_s
 
 
 def _medium_s(profiles: Profiles, devices: Collection[str], moved_bytes: float) -> float:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from math import inf
 
+import numpy as np
+
 from cleave.core.cost.rates import Server
+from cleave.core.cost.resident import sum_up
 from cleave.core.cost.terms import lean_terms
 from cleave.core.cost.wire import WireFormat
-from cleave.core.fleet.profiles import Profiles
+from cleave.core.fleet.profiles import Ints, Profiles
 from cleave.core.model.shapes import ModelShape
 from cleave.core.model.sublayers import sublayers_of
 from cleave.core.plan.resident.cover import Recipe
@@ -35,7 +38,8 @@ def plan_few(
     server: Server,
     leasing: Leasing | None = None,
 ) -> ModelPlan:
-    """A plan for up to `FEW` devices; InfeasibleError if their memory does not hold the model at once."""
+    """A plan for the strongest `FEW` devices; InfeasibleError if their memory does not hold the model at once."""
+    everyone, profiles = profiles, profiles.take(_strongest(profiles))
     sublayers, terms = sublayers_of(shape), lean_terms(wire)
     lease_states = None if leasing is None else leasing.states
     problem = pose(
@@ -66,9 +70,24 @@ def plan_few(
         ),
         bound_s=min(area_bound_s(profiles, problem.sums, tokens, is_held=True, lease_states=lease_states), plan.step_s),
         left_out={
-            name: "speed: the step would take longer with it" for name in profiles.names if name not in plan.devices
+            name: "speed: the step would take longer with it" for name in everyone.names if name not in plan.devices
         },
     )
+
+
+def least_few_s(
+    profiles: Profiles, shape: ModelShape, tokens: int, sequence: int, wire: WireFormat, leasing: Leasing
+) -> float:
+    """A lower bound on the step of `plan_few`."""
+    sums = sum_up(sublayers_of(shape), hidden=shape.hidden, sequence=sequence, terms=lean_terms(wire))
+    few = profiles.take(_strongest(profiles))
+    return area_bound_s(few, sums, tokens, is_held=True, lease_states=leasing.states)
+
+
+def _strongest(profiles: Profiles) -> Ints:
+    """The `FEW` devices with the most compute x uplink, in their order."""
+    strength = profiles.flops_per_s * profiles.up_bytes_per_s
+    return np.sort(np.argsort(-strength, kind="stable")[:FEW])
 
 
 def _synchronisation_s(problem: Problem, plan: ResidentPlan) -> float:

@@ -23,7 +23,6 @@ from cleave.core.fleet.profiles import Bools, Floats, Ints
 from cleave.core.plan.resident.problem import Problem
 
 _NEVER_S = 1e30
-_MANY_OPEN = 16  # sequences that keep every stage of a pipeline busy
 _LARGEST_SHARE = 1.5  # sequences of a device in a column, relative to an equal share
 
 
@@ -32,8 +31,10 @@ class Paces(NamedTuple):
 
     row_s: Floats
     """per row"""
-    fixed_s: Floats
-    """weights down and gradients up, or a leased column's update, independent of rows"""
+    before_s: Floats
+    """weights down, or a leased column's update"""
+    after_s: Floats
+    """gradients up, or a leased column's answer, once every sequence has passed the column"""
     down: Floats
     """bytes of weights"""
     up: Floats
@@ -85,7 +86,8 @@ def paces(problem: Problem, of: ShardCosts, members: Bools, chunk: int, may_leas
     up_s = (of.up_bytes_per_row[:, None] + leases.snapshot_up / problem.rows) / up
     return Paces(
         row_s=np.maximum(row_s, up_s),
-        fixed_s=sync_down / down + sync_up / up + leases.update_s + np.where(lent > 0, profiles.latency_s, 0.0),
+        before_s=sync_down / down + leases.update_s,
+        after_s=sync_up / up + np.where(lent > 0, profiles.latency_s, 0.0),
         down=sync_down,
         up=sync_up,
         able=able,
@@ -140,10 +142,10 @@ def _keeps(problem: Problem, of: ShardCosts, free: Floats, mates: Ints) -> tuple
     Only shards with attention have a state to keep it in, and only in training with the loss on devices does backward
     follow forward at once.
     """
-    if not problem.may_keep or problem.sums.sublayers[-1].kind != "head" or not problem.sums.is_trained:
+    if not problem.kept_sequences or problem.sums.sublayers[-1].kind != "head" or not problem.sums.is_trained:
         return np.zeros(free.shape, dtype=np.int64), np.zeros(free.shape)
     share = np.minimum(np.ceil(_LARGEST_SHARE * problem.sequences / mates), problem.sequences)[:, None]
-    sequences = np.minimum(share, _MANY_OPEN)
+    sequences = np.minimum(share, problem.kept_sequences)
     kept = sequences * of.kept_bytes
     x_bytes = share * problem.sums.sequence * of.kept_bytes_per_row[:, None]  # what is not kept is sent again
     needed = kept + (sequences - 1) * of.state_bytes[:, None] + x_bytes
@@ -152,27 +154,38 @@ def _keeps(problem: Problem, of: ShardCosts, free: Floats, mates: Ints) -> tuple
     return keeps, np.take_along_axis(kept, keeps, axis=1)
 
 
-def share_rows(pace: Paces, sequences: int, sequence: int, whole: Bools) -> tuple[Floats, Floats]:
+def share_rows(
+    pace: Paces, sequences: int, sequence: int, whole: Bools, *, ends_together: bool = False
+) -> tuple[Floats, Floats]:
     """(seconds until each column finishes, rows per device); infinite if no member can hold the column.
 
-    All devices with rows finish together: sum (T - fixed) / row_s = rows; a negative share becomes 0. Where rows come
-    as whole sequences (`whole`, an entry per column), the leftover ones go to the devices that would finish first.
+    All devices with rows finish them together: sum (T - before) / row_s = rows; a negative share becomes 0. Gradients
+    go up after that, and the slowest uplink ends the step, so members whose gradients would take too long get no rows.
+    With `ends_together`, those with slower uplinks get fewer rows, as if gradients went up as soon as a device has done
+    its own: in a pipeline that spares links which are busy with activations. Where rows come as whole sequences
+    (`whole`, an entry per column), the leftover ones go to the devices that would finish first.
     """
+    before_s = pace.before_s + pace.after_s if ends_together else pace.before_s
     rate = np.where(pace.able, 1 / pace.row_s, 0.0)
-    fixed = np.where(pace.able, pace.fixed_s, _NEVER_S)
-    order = np.argsort(fixed, axis=1, kind="stable")
-    rates = np.take_along_axis(rate, order, axis=1)
+    order = np.argsort(np.where(pace.able, pace.after_s, _NEVER_S), axis=1, kind="stable")
+    rates, after = (np.take_along_axis(one, order, axis=1) for one in (rate, pace.after_s))
     speed = np.maximum(np.cumsum(rates, axis=1), 1 / _NEVER_S)
-    filled = np.cumsum(rates * np.take_along_axis(fixed, order, axis=1), axis=1)
-    end = ((sequences * sequence + filled) / speed).min(axis=1)
-    rows = rate * np.maximum(end[:, None] - fixed, 0.0)
+    filled = np.cumsum(rates * np.take_along_axis(before_s, order, axis=1), axis=1)
+    passed = (sequences * sequence + filled) / speed
+    members = (passed if ends_together else passed + after).argmin(axis=1)[:, None]
+    is_member = np.argsort(order, axis=1) <= members
+    rows = rate * np.maximum(np.take_along_axis(passed, members, axis=1) - before_s, 0.0) * is_member
+    rows *= (sequences * sequence / np.maximum(rows.sum(axis=1), 1 / _NEVER_S))[:, None]
     if whole.any():
         pieces = np.floor(rows[whole] / sequence * (1 + 1e-9))
         sequence_s = sequence * pace.row_s[whole]
-        one_more = np.where(pace.able[whole], fixed[whole] + (pieces + 1) * sequence_s, _NEVER_S)
+        can_more = pace.able[whole] & is_member[whole]
+        one_more = np.where(can_more, before_s[whole] + (pieces + 1) * sequence_s, _NEVER_S)
         rank = np.argsort(np.argsort(one_more, axis=1, kind="stable"), axis=1, kind="stable")
-        left = np.where(end[whole] < _NEVER_S / 2, sequences - pieces.sum(axis=1), 0)
+        left = np.where(pace.able[whole].any(axis=1), sequences - pieces.sum(axis=1), 0)
         pieces += rank < left[:, None]
         rows[whole] = pieces * sequence
-        end[whole] = np.maximum(end[whole], np.where(pieces > 0, fixed[whole] + pieces * sequence_s, 0.0).max(axis=1))
+    has_rows = rows > 0
+    end = np.where(has_rows, pace.before_s + rows * pace.row_s, 0.0).max(axis=1)
+    end += np.where(has_rows, pace.after_s, 0.0).max(axis=1)
     return np.where(pace.able.any(axis=1), end, np.inf), rows

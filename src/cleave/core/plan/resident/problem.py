@@ -19,6 +19,9 @@ from cleave.core.fleet.profiles import Bools, DeviceId, Profiles
 from cleave.core.model.sublayers import Sublayer
 from cleave.errors import InputError
 
+MANY_OPEN = 16
+"""Open sequences that keep every stage of a pipeline busy."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leasing:
@@ -49,8 +52,8 @@ class Problem:
     """how many devices can compute at once; devices on one machine share its cores"""
     leasing: Leasing | None = None
     """None: weights and gradients are synchronized in every step"""
-    may_keep: bool = True
-    """whether devices may keep activations for backward"""
+    kept_sequences: int = MANY_OPEN
+    """sequences that a device must have room for to keep their activations for backward; 0: it keeps none"""
 
     @property
     def rows(self) -> int:

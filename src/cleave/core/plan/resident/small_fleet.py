@@ -35,7 +35,8 @@ _MOVED_UNITS = 100_000  # in their timelines together
 _HOPELESS = 1.3  # the formula is seldom that much above the timeline
 _REFINED = 2  # of the arrangements that were played
 _MANY = 24  # beyond this many devices the dynamic program would take seconds
-_USUAL_CHUNK = 64
+_KEPT_SEQUENCES = (4, 2, 0)  # where memory is short: activations of few sequences at once, or of none
+_USUAL_CHUNKS = 64, 256  # what suits a device depends on them
 _LIKELY_CHUNKS = 3
 
 
@@ -89,9 +90,10 @@ def _drafted(problem: Problem, plan: ResidentPlan) -> list[Draft] | None:
     return [replace(stage, may_lease=may_lease) for stage, may_lease in zip(stages, leased, strict=True)]
 
 
-def _played(problem: Problem, stages: Sequence[Draft], chunk: int) -> ResidentPlan | None:
-    """Judge an arrangement by its timeline, unless that is too long."""
-    return judge(problem, stages, chunk, is_played=_units(problem, stages, chunk) <= _MOST_UNITS)
+def _played(problem: Problem, stages: Sequence[Draft], chunk: int, within_s: float = inf) -> ResidentPlan | None:
+    """Judge an arrangement by its timeline, unless that is too long to play; None if it exceeds `within_s`."""
+    is_played = _units(problem, stages, chunk) <= _MOST_UNITS
+    return judge(problem, stages, chunk, is_played=is_played, within_s=within_s)
 
 
 def _units(problem: Problem, stages: Sequence[Draft], chunk: int) -> int:
@@ -102,37 +104,46 @@ def _units(problem: Problem, stages: Sequence[Draft], chunk: int) -> int:
 
 def _best(problem: Problem, chunks: Sequence[int], *, is_thorough: bool) -> ResidentPlan | None:
     """The fastest arrangement found: with leases or without, and keeping activations or not where memory is short."""
-    found: list[ResidentPlan] = []
     synchronized = [replace(problem, leasing=None)] if problem.leasing is not None and is_thorough else []
+    best: ResidentPlan | None = None
     for way in (problem, *synchronized):
-        best = _searched(way, chunks, is_thorough=is_thorough)
-        found += best
-        if best and is_cramped(way, _free(way, best[0]), best[0].chunk):
-            found += _searched(replace(way, may_keep=False), chunks, is_thorough=is_thorough)
-    return min(found, key=_step_s, default=None)
+        within_s = inf if best is None else best.step_s
+        found = _searched(way, chunks, within_s, is_thorough=is_thorough)
+        if not found or is_cramped(way, _free(way, found[0]), found[0].chunk):
+            for kept in _KEPT_SEQUENCES:
+                within_s = min((plan.step_s for plan in found), default=within_s)
+                less = replace(way, kept_sequences=kept)
+                found += _searched(less, chunks, within_s, is_thorough=is_thorough)
+        best = min((plan for plan in (best, *found) if plan is not None), key=_step_s, default=None)
+    return best
 
 
-def _searched(problem: Problem, chunks: Sequence[int], *, is_thorough: bool) -> list[ResidentPlan]:
-    """The fastest few arrangements found, fastest first."""
+def _searched(problem: Problem, chunks: Sequence[int], within_s: float, *, is_thorough: bool) -> list[ResidentPlan]:
+    """The fastest few arrangements found, fastest first; none if all are clearly slower than `within_s`."""
     if len(problem.profiles) > _MANY:
-        return _best_of_many(problem, chunks)
-    found = _best_of_few(problem, chunks, is_thorough=is_thorough)
-    return sorted((_refined(problem, plan) for plan in found), key=_step_s) if is_thorough else found
+        return _best_of_many(problem, chunks, within_s)
+    found = _best_of_few(problem, chunks, within_s, is_thorough=is_thorough)
+    tried: set[tuple[Draft, ...]] = set()
+    return sorted((_refined(problem, plan, tried) for plan in found), key=_step_s) if is_thorough else found
 
 
 def _step_s(plan: ResidentPlan) -> float:
     return plan.step_s
 
 
-def _best_of_few(problem: Problem, chunks: Sequence[int], *, is_thorough: bool) -> list[ResidentPlan]:
-    usual = min(chunks, key=lambda chunk: abs(chunk - _USUAL_CHUNK))
-    for chunk in dict.fromkeys((usual, chunks[0])):
-        proposed = arrangements(problem, chunk, in_any_order=is_thorough)
-        finalists = [plan for found in proposed for plan in _finalists(problem, found, chunk)]
+def _best_of_few(problem: Problem, chunks: Sequence[int], within_s: float, *, is_thorough: bool) -> list[ResidentPlan]:
+    usual = {min(chunks, key=lambda chunk: abs(chunk - size)) for size in _USUAL_CHUNKS[: 1 + is_thorough]}
+    for sizes in (sorted(usual), chunks[:1]):
+        finalists = [
+            plan
+            for chunk in sizes
+            for found in arrangements(problem, chunk, in_any_order=is_thorough)
+            for plan in _finalists(problem, found, chunk)
+        ]
         if finalists:
-            simple = [plan for stages in _simple(problem) if (plan := judge(problem, stages, chunk)) is not None]
-            different = {plan.arrangement: plan for plan in (*finalists, *simple)}
-            return _best_played(problem, list(different.values()), chunks)
+            simple = [plan for stages in _simple(problem) if (plan := judge(problem, stages, sizes[0])) is not None]
+            different = {plan.arrangement[1]: plan for plan in (*finalists, *simple)}
+            return _best_played(problem, list(different.values()), chunks, within_s)
     return []
 
 
@@ -155,10 +166,12 @@ def _simple(problem: Problem) -> Iterator[list[Draft]]:
     yield [Draft(0, length, (tuple(everyone),))]
 
 
-def _best_played(problem: Problem, plans: Sequence[ResidentPlan], chunks: Sequence[int]) -> list[ResidentPlan]:
+def _best_played(
+    problem: Problem, plans: Sequence[ResidentPlan], chunks: Sequence[int], within_s: float
+) -> list[ResidentPlan]:
     """The fastest few of some arrangements by their timelines, with chunks of any size.
 
-    The formula says which chunks to try, and what is hopeless.
+    The formula says which chunks to try, and what is hopeless beside them or `within_s`.
     """
     likely: list[tuple[float, int, list[Draft], int]] = []
     for number, plan in enumerate(plans):
@@ -166,15 +179,14 @@ def _best_played(problem: Problem, plans: Sequence[ResidentPlan], chunks: Sequen
         judged = [(found.step_s, size) for size in chunks if (found := judge(problem, stages, size)) is not None]
         likely += [(step_s, number, stages, size) for step_s, size in sorted(judged)[:_LIKELY_CHUNKS]]
     best: dict[int, ResidentPlan] = {}
-    within_s = inf
     for step_s, number, stages, size in sorted(likely, key=lambda one: one[:2]):
         if step_s >= within_s * _HOPELESS:
             break
-        played = _played(problem, stages, size)
+        played = _played(problem, stages, size, within_s)
         if played is not None and (number not in best or played.step_s < best[number].step_s):
             best[number] = played
             if len(best) >= _REFINED:
-                within_s = sorted(plan.step_s for plan in best.values())[_REFINED - 1]
+                within_s = min(within_s, sorted(plan.step_s for plan in best.values())[_REFINED - 1])
     return sorted(best.values(), key=_step_s)[:_REFINED]
 
 
@@ -183,19 +195,22 @@ def _free(problem: Problem, plan: ResidentPlan) -> list[Draft]:
     return drafts(plan.stages, problem.profiles.names) or []
 
 
-def _refined(problem: Problem, plan: ResidentPlan) -> ResidentPlan:
-    """Move cuts and stages while that makes the timeline shorter."""
+def _refined(problem: Problem, plan: ResidentPlan, tried: set[tuple[Draft, ...]]) -> ResidentPlan:
+    """Move cuts and stages while that makes the timeline shorter; `tried` was played before, and was no faster."""
     stages = _free(problem, plan)
     left = min(_MOST_MOVES, _MOVED_UNITS // _units(problem, stages, plan.chunk))
     has_changed = True
     while has_changed and left > 0:
         has_changed = False
         for moved in _moves(stages):
+            if tuple(moved) in tried:
+                continue
             judged = judge(problem, moved, plan.chunk)
             if judged is None or judged.step_s >= plan.step_s * _HOPELESS:
                 continue
             left -= 1
-            found = _played(problem, moved, plan.chunk)
+            tried.add(tuple(moved))
+            found = _played(problem, moved, plan.chunk, plan.step_s)
             if found is not None and found.step_s < plan.step_s:
                 plan, stages, has_changed = found, moved, True
                 break
@@ -230,7 +245,7 @@ def _lined_up(counts: Sequence[int], stages: Sequence[Draft]) -> list[Draft]:
     return [replace(one, first=first, count=count) for one, first, count in zip(stages, firsts, counts, strict=False)]
 
 
-def _best_of_many(problem: Problem, chunks: Sequence[int]) -> list[ResidentPlan]:
+def _best_of_many(problem: Problem, chunks: Sequence[int], within_s: float) -> list[ResidentPlan]:
     """Search as for large fleets, with the terms of live devices; the medium counts only once columns are found."""
     search = Search(problem.profiles, problem.sums, problem.rows, problem.server, is_held=True)
     found = search.best()
@@ -241,7 +256,7 @@ def _best_of_many(problem: Problem, chunks: Sequence[int]) -> list[ResidentPlan]
         for one in found.cover.stages
     ]
     plans = [plan for chunk in chunks if (plan := judge(problem, stages, chunk)) is not None]
-    return _best_played(problem, plans[:1], chunks)
+    return _best_played(problem, plans[:1], chunks, within_s)
 
 
 def _why_not(problem: Problem, chunk: int) -> str:

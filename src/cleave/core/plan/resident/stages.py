@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -147,18 +148,34 @@ def drafts(stages: Sequence[Stage], names: Sequence[str]) -> list[Draft] | None:
     ]
 
 
-def judge(problem: Problem, stages: Sequence[Draft], chunk: int, *, is_played: bool = False) -> ResidentPlan | None:
+def judge(
+    problem: Problem, stages: Sequence[Draft], chunk: int, *, is_played: bool = False, within_s: float = inf
+) -> ResidentPlan | None:
     """The plan that these stages make, with rows shared; None if memory does not hold it.
 
-    With `is_played`, its time is that of its timeline, which takes milliseconds instead of microseconds.
+    With `is_played`, its time is that of its timeline, which takes milliseconds instead of microseconds; None if that
+    exceeds `within_s`. Where devices share a column, both ways to share its rows are played, and the faster is taken.
     """
-    shared = _share(problem, stages, chunk)
-    if shared is None:
-        return None
+    best: ResidentPlan | None = None
+    is_shared = is_played and any(len(group) > 1 for stage in stages for group in stage.members)
+    for ends_together in (False, True) if is_shared else (False,):
+        shared = _share(problem, stages, chunk, ends_together=ends_together)
+        found = None if shared is None else _judged(problem, stages, shared, chunk, is_played, within_s)
+        if found is not None and (best is None or found.step_s < best.step_s):
+            best, within_s = found, min(within_s, found.step_s)
+    return best
+
+
+def _judged(
+    problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk: int, is_played: bool, within_s: float
+) -> ResidentPlan | None:
     hops = _hops(problem, shared, chunk)
     limit, busiest_s = _limit(problem, shared, hops, chunk)
     if is_played:
-        busiest_s = _played_s(problem, stages, shared, chunk) - hops.fill_s
+        played_s = _played_s(problem, stages, shared, chunk, within_s)
+        if played_s > within_s:
+            return None
+        busiest_s = played_s - hops.fill_s
     leases = shared.pace.leases
     columns = zip(shared.rows, shared.pace.keeps, leases.every.max(axis=1).tolist(), strict=True)
     return ResidentPlan(
@@ -212,7 +229,7 @@ class _Shared:
         return self.row_compute_s * self.rows
 
 
-def _share(problem: Problem, stages: Sequence[Draft], chunk: int) -> _Shared | None:
+def _share(problem: Problem, stages: Sequence[Draft], chunk: int, *, ends_together: bool = False) -> _Shared | None:
     """Share the rows of every column; None if no member can hold one."""
     profiles, sums = problem.profiles, problem.sums
     columns = [(stage, group) for stage in stages for group in stage.members]
@@ -222,7 +239,7 @@ def _share(problem: Problem, stages: Sequence[Draft], chunk: int) -> _Shared | N
     runs = np.array([(stage.first, stage.count, len(stage.members)) for stage, _ in columns])
     of = shard_costs(sums, runs[:, 0], runs[:, 1], runs[:, 2], chunk=chunk)
     pace = paces(problem, of, members, chunk, np.array([stage.may_lease for stage, _ in columns]))
-    ends_s, rows = share_rows(pace, problem.sequences, sums.sequence, of.takes_sequences)
+    ends_s, rows = share_rows(pace, problem.sequences, sums.sequence, of.takes_sequences, ends_together=ends_together)
     if not np.isfinite(ends_s).all():
         return None
     again = np.maximum(rows - pace.kept, 0.0) * of.again_bytes_per_row[:, None]
@@ -329,8 +346,8 @@ def _slots(problem: Problem, shared: _Shared) -> Floats:
     return np.clip(slots, 1, problem.sequences)
 
 
-def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk: int) -> float:
-    """Seconds of the step's timeline."""
+def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk: int, within_s: float) -> float:
+    """Seconds of the step's timeline; infinite if they are found to exceed `within_s`."""
     profiles, sums, of = problem.profiles, problem.sums, shared.of
     used = np.flatnonzero(shared.rows.any(axis=0))
     place = {device: number for number, device in enumerate(used.tolist())}
@@ -392,6 +409,7 @@ def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk:
         sequences=problem.sequences,
         chunks=-(-sums.sequence // chunk),
         sequence_s=_flowing_s(problem, shared, chunk) / problem.sequences,
+        within_s=within_s,
         shared=SharedByAll(
             task_s=problem.server.task_s,
             byte_s=problem.server.byte_s,

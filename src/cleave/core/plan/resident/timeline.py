@@ -12,10 +12,10 @@ Of batches of many sequences only the first are played; the others take what the
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from heapq import heappop, heappush
+from itertools import count
 from math import inf
 
 IN_FLIGHT = 6
@@ -99,44 +99,57 @@ def play(
     chunks: int,
     shared: Shared,
     sequence_s: float = 0.0,
+    within_s: float = inf,
 ) -> float:
-    """Seconds from the first byte of a step to its last gradient.
+    """Seconds from the first byte of a step to its last gradient; infinite as soon as they exceed `within_s`.
 
     `sequence_s` is what one more sequence takes in a full pipeline, for those that are not played.
     """
     played = min(sequences, PLAYED_SEQUENCES)
-    return _Play(posts, stations, played, chunks, shared).seconds() + (sequences - played) * sequence_s
-
-
-@dataclass(slots=True, eq=False)
-class _Task:
-    station: int
-    priority: int
-    down: float
-    compute_s: float
-    up: float
-    done: Callable[[], None]
-
-
-_Queue = list[tuple[int, int, _Task]]
-
-
-@dataclass(slots=True, eq=False)
-class _Line:
-    """A queue for something that serves one task at a time, most urgent first."""
-
-    waiting: _Queue = field(default_factory=lambda: _Queue())
-    is_busy: bool = False
+    unplayed_s = (sequences - played) * sequence_s
+    return _Play(posts, stations, played, chunks, shared).seconds(within_s - unplayed_s) + unplayed_s
 
 
 @dataclass(slots=True, eq=False)
 class _Device:
-    station: Station
+    """Three lines that each serve one task at a time, most urgent first, and tasks that wait to be sent."""
+
+    latency_s: float
+    """One way."""
+    down_bytes_per_s: float
+    up_bytes_per_s: float
     running: int = 0
-    waiting: _Queue = field(default_factory=lambda: _Queue())
-    down: _Line = field(default_factory=_Line)
-    processor: _Line = field(default_factory=_Line)
-    up: _Line = field(default_factory=_Line)
+    waiting: list[_Task] = field(default_factory=lambda: list[_Task]())
+    downlink: list[_Task] = field(default_factory=lambda: list[_Task]())
+    processor: list[_Task] = field(default_factory=lambda: list[_Task]())
+    uplink: list[_Task] = field(default_factory=lambda: list[_Task]())
+    is_receiving: bool = False
+    is_computing: bool = False
+    is_sending: bool = False
+    computing_s: float = 0.0
+    """What its processor has yet to do at least; the same for its uplink below."""
+    sending_s: float = 0.0
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Work:
+    """What tasks of one kind have in common: a shard's chunks in one direction on one device, or its weights."""
+
+    device: _Device
+    priority: int
+    down: float = 0.0
+    compute_s: float = 0.0
+    up: float = 0.0
+    number: int = -1
+    """The shard whose chunks these are."""
+    stage: int = -1
+    is_backward: bool = False
+    is_snapshot: bool = False
+
+
+_Task = tuple[int, int, _Work, int, int]
+"""Priority, order, work, sequence and chunk: what is most urgent and oldest sorts first."""
+_Event = tuple[float, int, Callable[[_Device, _Task], None], _Device, _Task]
 
 
 class _Play:
@@ -144,36 +157,82 @@ class _Play:
         self, posts: Sequence[Post], stations: Sequence[Station], sequences: int, chunks: int, shared: Shared
     ) -> None:
         self._posts, self._sequences, self._chunks, self._shared = posts, sequences, chunks, shared
-        self._devices = [_Device(station) for station in stations]
-        self._events: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
-        self._order = 0
+        self._devices = [_Device(one.latency_s / 2, one.down_bytes_per_s, one.up_bytes_per_s) for one in stations]
+        self._events: list[_Event] = []
+        self._order = count()
         self._now = self._medium_until = self._server_until = 0.0
-        self._computing = 0
+        self._least_s = 0.0
+        """No end is possible before this."""
+        self._has_medium = shared.medium_bytes_per_s < inf
+        self._idle_cores = shared.cores
         self._for_core: list[_Device] = []
         """Devices that wait for one of the shared cores."""
+        self._works = [[self._rows(number, seating) for seating in post.seatings] for number, post in enumerate(posts)]
         stages = max(post.stage for post in posts) + 1
         self._stages = [[number for number, post in enumerate(posts) if post.stage == stage] for stage in range(stages)]
         self._open = [[0] * len(post.seatings) for post in posts]
-        self._seat: dict[tuple[int, int], int] = {}
+        self._seat = [[0] * sequences for _ in posts]
         self._left: dict[tuple[int, int, int, bool], int] = {}
         """(stage, sequence, chunk, is backward): slices whose result is missing."""
-        self._unfinished = {(number, sequence): chunks for number in range(len(posts)) for sequence in range(sequences)}
+        self._unfinished = [[chunks] * sequences for _ in posts]
         """Backward chunks missing, per shard and sequence."""
         self._passing = [sequences] * len(posts)
         """Sequences that have not passed each shard."""
-        self._forward_left = [[chunks] * sequences for _ in range(stages)]
+        self._forward_left = [chunks] * sequences
+        """Forward chunks that have not left the last stage."""
         self._opened = 0
+        self._pieces = [_PIECES] * len(posts)
+        """Pieces of each shard's snapshot that are still to be sent."""
+        for number, post in enumerate(posts):
+            if len(post.seatings) == 1:  # else sequences go to whoever is free
+                self._expect(number)
 
-    def seconds(self) -> float:
-        for post in self._posts:
+    def _expect(self, number: int) -> None:
+        """Count what the only device of a shard has to do for it."""
+        post, ((forward, backward),) = self._posts[number], self._works[number]
+        device, chunks = forward.device, self._sequences * self._chunks
+        device.computing_s += post.seatings[0].update_s + chunks * (forward.compute_s + backward.compute_s)
+        moved = chunks * (forward.up + backward.up) + post.gradients_up + post.snapshot_up
+        device.sending_s += moved / device.up_bytes_per_s
+
+    def _rows(self, number: int, seating: Seating) -> tuple[_Work, _Work]:
+        """Chunks of a shard on one of its devices: forward, backward."""
+        post, device = self._posts[number], self._devices[seating.station]
+        forward = _Work(
+            device=device,
+            priority=FORWARD,
+            down=post.forward_down,
+            compute_s=seating.forward_s,
+            up=post.forward_up,
+            number=number,
+            stage=post.stage,
+        )
+        backward = _Work(
+            device=device,
+            priority=BACKWARD,
+            down=post.backward_down + seating.again * post.again_down,
+            compute_s=seating.backward_s,
+            up=post.backward_up,
+            number=number,
+            stage=post.stage,
+            is_backward=True,
+        )
+        return forward, backward
+
+    def seconds(self, within_s: float) -> float:
+        for number, post in enumerate(self._posts):
             if post.is_leased:
-                self._renew(post)
+                self._renew(number)
             for seating in post.seatings if post.weights_down else ():
-                self._submit(_Task(seating.station, AHEAD, post.weights_down, 0.0, 0.0, _nothing))
+                device = self._devices[seating.station]
+                self._submit(_Work(device=device, priority=AHEAD, down=post.weights_down))
         self._open_sequences()
-        while self._events:
-            self._now, _, happen, args = heapq.heappop(self._events)
-            happen(*args)
+        events = self._events
+        while events:
+            self._now, _, happen, device, task = heappop(events)
+            happen(device, task)
+            if self._least_s > within_s or self._now > within_s:
+                return inf
         return self._now
 
     # -------------------------------------------------------------------------------------------- the schedule
@@ -187,7 +246,7 @@ class _Play:
             sequence, self._opened = self._opened, self._opened + 1
             for number, seat in enumerate(chosen):
                 self._open[number][seat] += 1
-                self._seat[number, sequence] = seat
+                self._seat[number][sequence] = seat
             for chunk in range(self._chunks):
                 self._enter(0, sequence, chunk, is_backward=False)
 
@@ -202,39 +261,37 @@ class _Play:
     def _enter(self, stage: int, sequence: int, chunk: int, *, is_backward: bool) -> None:
         """Submit a chunk to every slice of a stage."""
         slices = self._stages[stage]
-        self._left[stage, sequence, chunk, is_backward] = len(slices)
+        if len(slices) > 1:
+            self._left[stage, sequence, chunk, is_backward] = len(slices)
         for number in slices:
-            post = self._posts[number]
-            seating = post.seatings[self._seat[number, sequence]]
+            self._submit(self._works[number][self._seat[number][sequence]][is_backward], sequence, chunk)
 
-            def stored(number: int = number) -> None:
-                self._stored(number, stage, sequence, chunk, is_backward)
+    def _stored(self, device: _Device, task: _Task) -> None:
+        """Let a chunk go on once the server has the results of all slices."""
+        _, _, work, sequence, chunk = task
+        stage, is_backward = work.stage, work.is_backward
+        is_complete = True
+        if len(self._stages[stage]) > 1:
+            self._left[stage, sequence, chunk, is_backward] -= 1
+            is_complete = not self._left[stage, sequence, chunk, is_backward]
+        if is_backward:
+            if is_complete and stage > 0:
+                self._enter(stage - 1, sequence, chunk, is_backward=True)
+            self._pass(work.number, sequence)
+        elif is_complete and stage < len(self._stages) - 1:
+            self._enter(stage + 1, sequence, chunk, is_backward=False)
+        elif is_complete:
+            self._forward_left[sequence] -= 1
+            if not self._forward_left[sequence]:
+                for place in reversed(range(self._chunks)):
+                    self._enter(stage, sequence, place, is_backward=True)
 
-            if is_backward:
-                down = post.backward_down + seating.again * post.again_down
-                task = _Task(seating.station, BACKWARD, down, seating.backward_s, post.backward_up, stored)
-            else:
-                task = _Task(seating.station, FORWARD, post.forward_down, seating.forward_s, post.forward_up, stored)
-            self._submit(task)
-
-    def _stored(self, number: int, stage: int, sequence: int, chunk: int, is_backward: bool) -> None:
-        self._left[stage, sequence, chunk, is_backward] -= 1
-        is_complete = not self._left[stage, sequence, chunk, is_backward]
-        last = len(self._stages) - 1
-        if not is_backward:
-            if is_complete:
-                self._forward_left[stage][sequence] -= 1
-                if stage < last:
-                    self._enter(stage + 1, sequence, chunk, is_backward=False)
-                elif not self._forward_left[stage][sequence]:
-                    for place in reversed(range(self._chunks)):
-                        self._enter(last, sequence, place, is_backward=True)
-            return
-        if is_complete and stage > 0:
-            self._enter(stage - 1, sequence, chunk, is_backward=True)
-        self._unfinished[number, sequence] -= 1
-        if not self._unfinished[number, sequence]:
-            self._open[number][self._seat[number, sequence]] -= 1
+    def _pass(self, number: int, sequence: int) -> None:
+        """Count a backward chunk; after a sequence's last one, close it."""
+        unfinished = self._unfinished[number]
+        unfinished[sequence] -= 1
+        if not unfinished[sequence]:
+            self._open[number][self._seat[number][sequence]] -= 1
             self._passing[number] -= 1
             if not self._passing[number]:
                 self._read(self._posts[number])
@@ -243,109 +300,120 @@ class _Play:
     def _read(self, post: Post) -> None:
         """Read the gradients of a shard from every device that has some; of a leased one, their square sum."""
         if post.is_leased:
-            self._submit(_Task(post.seatings[0].station, READING, 0.0, 0.0, 0.0, _nothing))
+            self._submit(_Work(device=self._devices[post.seatings[0].station], priority=READING))
         for seating in post.seatings if post.gradients_up else ():
+            up = post.gradients_up / post.readings
+            reading = _Work(device=self._devices[seating.station], priority=READING, up=up)
             for _ in range(post.readings):
-                self._submit(_Task(seating.station, READING, 0.0, 0.0, post.gradients_up / post.readings, _nothing))
+                self._submit(reading)
 
-    def _renew(self, post: Post) -> None:
+    def _renew(self, number: int) -> None:
         """Let a leased shard's device apply the last step's update, and begin its snapshot."""
+        post = self._posts[number]
         (seating,) = post.seatings
-        self._submit(_Task(seating.station, BACKWARD, 0.0, seating.update_s, 0.0, _nothing))
-        self._send_snapshot(seating.station, post.snapshot_up / _PIECES, _PIECES if post.snapshot_up else 0)
+        device = self._devices[seating.station]
+        self._submit(_Work(device=device, priority=BACKWARD, compute_s=seating.update_s))
+        if post.snapshot_up:
+            up = post.snapshot_up / _PIECES
+            self._send_piece(_Work(device=device, priority=AHEAD, up=up, number=number, is_snapshot=True))
 
-    def _send_snapshot(self, station: int, piece_up: float, left: int) -> None:
-        """Send a snapshot piece by piece whenever no result waits for the link, however many tasks are under way."""
-        if left:
-            then = partial(self._send_snapshot, station, piece_up, left - 1)
-            device = self._devices[station]
-            device.running += 1
-            self._push(device.up.waiting, _Task(station, AHEAD, 0.0, 0.0, piece_up, then))
-            self._send_up(device)
+    def _send_piece(self, work: _Work) -> None:
+        """Send the next piece of a snapshot when no result waits for the link, however many tasks are under way."""
+        if self._pieces[work.number]:
+            self._pieces[work.number] -= 1
+            work.device.running += 1
+            heappush(work.device.uplink, (work.priority, next(self._order), work, 0, 0))
+            self._send_up(work.device)
 
     # -------------------------------------------------------------------------------------------- devices
 
-    def _submit(self, task: _Task) -> None:
-        device = self._devices[task.station]
-        self._push(device.waiting, task)
-        self._start(device)
+    def _submit(self, work: _Work, sequence: int = 0, chunk: int = 0) -> None:
+        heappush(work.device.waiting, (work.priority, next(self._order), work, sequence, chunk))
+        self._start(work.device)
 
     def _start(self, device: _Device) -> None:
         while device.waiting and device.running < IN_FLIGHT:
             device.running += 1
-            self._push(device.down.waiting, heapq.heappop(device.waiting)[2])
-        self._send_down(device)
+            heappush(device.downlink, heappop(device.waiting))
+        if device.downlink and not device.is_receiving:
+            self._send_down(device)
 
     def _send_down(self, device: _Device) -> None:
-        line = device.down
-        if line.waiting and not line.is_busy:
-            task, line.is_busy = heapq.heappop(line.waiting)[2], True
-            self._at(self._sent_at(task.down, device.station.down_bytes_per_s), self._came_down, device, task)
+        task = heappop(device.downlink)
+        device.is_receiving = True
+        self._at(self._sent_at(task[2].down, device.down_bytes_per_s), self._came_down, device, task)
 
     def _came_down(self, device: _Device, task: _Task) -> None:
-        device.down.is_busy = False
-        self._send_down(device)
-        self._at(self._now + device.station.latency_s / 2, self._arrived, device, task)
+        device.is_receiving = False
+        if device.downlink:
+            self._send_down(device)
+        self._at(self._now + device.latency_s, self._arrived, device, task)
 
     def _arrived(self, device: _Device, task: _Task) -> None:
-        self._push(device.processor.waiting, task)
-        self._compute(device)
+        heappush(device.processor, task)
+        if not device.is_computing:
+            self._compute(device)
 
     def _compute(self, device: _Device) -> None:
-        line = device.processor
-        if not line.waiting or line.is_busy:
-            return
-        if self._computing >= self._shared.cores:
+        if self._idle_cores <= 0:
             self._for_core.append(device)
             return
-        task, line.is_busy = heapq.heappop(line.waiting)[2], True
-        self._computing += 1
-        self._at(self._now + task.compute_s, self._computed, device, task)
+        task = heappop(device.processor)
+        device.is_computing = True
+        self._idle_cores -= 1
+        self._least_s = max(self._least_s, self._now + device.computing_s)
+        device.computing_s -= task[2].compute_s
+        self._at(self._now + task[2].compute_s, self._computed, device, task)
 
     def _computed(self, device: _Device, task: _Task) -> None:
-        device.processor.is_busy = False
-        self._computing -= 1
+        device.is_computing = False
+        self._idle_cores += 1
         waiting, self._for_core = self._for_core, []
         for other in (*waiting, device):
-            self._compute(other)
-        self._push(device.up.waiting, task)
-        self._send_up(device)
+            if other.processor and not other.is_computing:
+                self._compute(other)
+        heappush(device.uplink, task)
+        if not device.is_sending:
+            self._send_up(device)
 
     def _send_up(self, device: _Device) -> None:
-        line = device.up
-        if line.waiting and not line.is_busy:
-            task, line.is_busy = heapq.heappop(line.waiting)[2], True
-            self._at(self._sent_at(task.up, device.station.up_bytes_per_s), self._came_up, device, task)
+        if device.uplink and not device.is_sending:
+            task = heappop(device.uplink)
+            device.is_sending = True
+            self._least_s = max(self._least_s, self._now + device.sending_s)
+            device.sending_s -= task[2].up / device.up_bytes_per_s
+            self._at(self._sent_at(task[2].up, device.up_bytes_per_s), self._came_up, device, task)
 
     def _came_up(self, device: _Device, task: _Task) -> None:
-        device.up.is_busy = False
-        self._send_up(device)
-        self._at(self._now + device.station.latency_s / 2, self._returned, device, task)
+        device.is_sending = False
+        if device.uplink:
+            self._send_up(device)
+        self._at(self._now + device.latency_s, self._returned, device, task)
 
     def _returned(self, device: _Device, task: _Task) -> None:
         device.running -= 1
-        self._start(device)
-        handled_s = self._shared.task_s + self._shared.byte_s * (task.down + task.up)
+        if device.waiting:
+            self._start(device)
+        work = task[2]
+        handled_s = self._shared.task_s + self._shared.byte_s * (work.down + work.up)
         self._server_until = max(self._server_until, self._now) + handled_s
-        self._at(self._server_until, task.done)
+        self._at(self._server_until, self._handled, device, task)
+
+    def _handled(self, device: _Device, task: _Task) -> None:
+        work = task[2]
+        if work.is_snapshot:
+            self._send_piece(work)
+        elif work.stage >= 0:
+            self._stored(device, task)
 
     # -------------------------------------------------------------------------------------------- time
 
     def _sent_at(self, size: float, bytes_per_s: float) -> float:
         """When the bytes have left over a link and, if there is one, the medium that all links share."""
-        if self._shared.medium_bytes_per_s == inf or not size:
+        if not self._has_medium or not size:
             return self._now + size / bytes_per_s
         self._medium_until = max(self._medium_until, self._now) + size / self._shared.medium_bytes_per_s
         return max(self._medium_until, self._now + size / bytes_per_s)
 
-    def _at(self, moment: float, happen: Callable[..., None], *args: object) -> None:
-        self._order += 1
-        heapq.heappush(self._events, (moment, self._order, happen, args))
-
-    def _push(self, queue: _Queue, task: _Task) -> None:
-        self._order += 1
-        heapq.heappush(queue, (task.priority, self._order, task))
-
-
-def _nothing() -> None:
-    pass
+    def _at(self, moment: float, happen: Callable[[_Device, _Task], None], device: _Device, task: _Task) -> None:
+        heappush(self._events, (moment, next(self._order), happen, device, task))
