@@ -320,14 +320,11 @@ class Pipeline:
                 place = seat.sent[direction]
                 seat.sent[direction] += 1
                 self._under_way += 1
-                is_silent = place < known[direction]
-                if is_silent and direction == "forward":
-                    seat.silent_chunks = place + 1
                 yield Unit(
                     seat=seat,
                     direction=direction,
                     chunk=place if direction == "forward" else last - place,
-                    is_silent=is_silent,
+                    is_silent=place < known[direction],
                 )
 
     def _available(self, seat: Seat, direction: Direction) -> int:

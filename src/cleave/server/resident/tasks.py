@@ -126,8 +126,8 @@ class ResidentTasks:
             shard: hold(decoder, shard, batch, operands, lease, is_trained=course != "forward") for shard in self._stage
         }
         self._lease = lease
-        self._may_keep = course == "both"
-        """Whether backward follows forward on the same devices."""
+        self._may_keep = course != "forward"
+        """Whether backward follows, which starts from what forward, or a silent forward, keeps."""
         self.states: dict[Seat, Operand] = {}
         self.readings: dict[Account, Reading] = {}
 
@@ -217,7 +217,7 @@ class ResidentTasks:
                 first - seat.sequence * self._batch.sequence,
                 last - first,
                 is_silent=unit.is_silent,
-                keeps=seat.kept_of(unit.chunk),
+                keeps=seat.keeps,
             ),
             effort=float(thin_effort(last - first)),
             up_bytes=encoded_bytes(format, rows, cols),
