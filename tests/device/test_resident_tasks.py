@@ -15,7 +15,7 @@ from tests.support.plain_parts import Maker
 
 from cleave.core.cost.resident import state_bytes
 from cleave.core.model.decoder import weights_of
-from cleave.core.model.keeping import Keeping
+from cleave.core.model.keeping import KEEPINGS, Keeping
 from cleave.device.kernels import NumpyKernel
 from cleave.device.programs.gemm import bands
 from cleave.device.programs.resident import make_task
@@ -56,13 +56,16 @@ def test_a_dropped_state_starts_over() -> None:
         np.testing.assert_array_equal(layer.bench.done(unit), expected)
 
 
-def test_a_silently_rebuilt_state_gives_the_same_backward() -> None:
+@pytest.mark.parametrize("keeps", KEEPINGS)
+@pytest.mark.parametrize("chunk", [CHUNK, 3])
+def test_a_silently_rebuilt_state_gives_the_same_backward(keeps: Keeping, chunk: int) -> None:
     layer = Layer()
     trained = layer.maker.trained
     expected = layer.journey.go(layer.x, layer.dy, CHUNK, trained)
-    for unit in layer.journey.forward(layer.x, 3, layer.state, is_silent=True):
+    journey = replace(layer.journey, keeps=keeps)
+    for unit in journey.forward(layer.x, chunk, layer.state, is_silent=True):
         np.testing.assert_array_equal(layer.bench.done(unit), [[0]])
-    dx, gradients = layer.journey.back(layer.x, layer.dy, CHUNK, trained, layer.state)
+    dx, gradients = journey.back(layer.x, layer.dy, CHUNK, trained, layer.state)
     assert_close(dx, expected.dx, 1e-6)
     for number in trained:
         assert_close(gradients[number], expected.gradients[number], 1e-6)

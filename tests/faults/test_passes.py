@@ -308,6 +308,26 @@ def test_one_device_that_stays_is_enough_however_the_others_come_and_go(seed: in
     virtually(main())
 
 
+@pytest.mark.grid(strength=1)
+@pytest.mark.parametrize("second", [0, 1, 4, 9, 14])
+@pytest.mark.parametrize("first", [0, 1, 5, 9])
+def test_one_who_adds_a_lost_gradient_to_its_own_may_leave_in_turn(first: int, second: int) -> None:
+    """Sequences of both then owe what they had added to, whether it is their own sum or one they share."""
+
+    async def main() -> None:
+        world = World(arrange=arranged([(5, [["ann", "bob", "cid"]])]))
+        cid = await world.join("cid")
+        await doom(world, "bob", Moment("collect", "returned", second), "vanish")
+        await doom(world, "ann", Moment("collect", "returned", first), "vanish")
+        assert_same(await go(world, decoder()))
+        assert {"ann", "bob"} <= world.departures().keys()
+        assert_same(await go(world, decoder(), seed=1), seed=1)
+        await assert_nothing_is_left(world, [cid])
+        await world.close()
+
+    virtually(main())
+
+
 # ------------------------------------------------------------------------------------------------ reports, endings
 
 

@@ -72,6 +72,14 @@ def test_a_silent_forward_computes_only_keys_and_values() -> None:
     assert 0 < attention.flops("forward", 0, 6, is_silent=True) < attention.flops("forward", 0, 6)
 
 
+def test_a_silent_forward_that_keeps_something_computes_all_but_the_logits() -> None:
+    model = MODELS["whole"]
+    whole, body = (shard_demand(model, Shard(first=0, count=count), SEQUENCE) for count in (5, 4))
+    assert len(model.sublayers) == 5, "the last one is the head"
+    for keeps in ("inputs", "all"):
+        assert whole.flops("forward", 0, 6, is_silent=True, keeps=keeps) == body.flops("forward", 0, 6)
+
+
 def test_without_training_no_gradient_is_held_or_computed() -> None:
     model, shard = MODELS["whole"], Shard(first=0, count=5)
     trained, frozen = (shard_demand(model, shard, SEQUENCE, is_trained=is_trained) for is_trained in (True, False))

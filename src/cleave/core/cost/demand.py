@@ -116,7 +116,10 @@ class ShardDemand:
         is_silent: bool = False,
         keeps: Keeping = "nothing",
     ) -> float:
-        """FLOPs of a unit: some rows of a sequence in one direction; a silent forward only recomputes K and V."""
+        """FLOPs of a unit: some rows of a sequence in one direction.
+
+        A silent forward recomputes only K and V or, where a device keeps more for backward, all but the logits.
+        """
         whole = passed = rebuilt = 0.0
         for window, width, passed_width, rebuilt_width in self.scores:
             keys = seen_keys(first_row, rows, window) / rows
@@ -124,8 +127,10 @@ class ShardDemand:
         row = self.products._replace(scores=whole, passed_scores=passed)
         if direction == "backward":
             return float(rows * backward_flops(row, keeps))
-        if is_silent:
+        if is_silent and keeps == "nothing":
             row = row._replace(weights=self.rebuilt_products, scores=rebuilt)
+        elif is_silent:
+            row = row._replace(weights=self.products.weights - self.products.logits)
         return float(rows * forward_flops(row))
 
 

@@ -47,16 +47,10 @@ class Seat:
     received: dict[Direction, int] = field(default_factory=_none)
     done: dict[Direction, int] = field(default_factory=_none)
     """Units whose results are stored, and finished silent units."""
-    silent_chunks: int = 0
-    """Leading chunks that only rebuilt the state: of those, nothing else was kept for backward."""
 
     @property
     def keeps(self) -> Keeping:
         return self.desk.keeps
-
-    def kept_of(self, chunk: int) -> Keeping:
-        """What the device kept of a chunk."""
-        return "nothing" if chunk < self.silent_chunks else self.desk.keeps
 
     @property
     def device(self) -> DeviceId:

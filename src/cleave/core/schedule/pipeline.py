@@ -209,6 +209,10 @@ class Pipeline:
             account.is_closed = True
         return [account for account in found if account.seats]
 
+    def being_read(self, shard: Shard, device: DeviceId) -> list[Account]:
+        """Accounts of a device that were closed for reading and have not arrived yet."""
+        return [one for one in self._accounts.of(device) if one.shard == shard and one.is_closed]
+
     def read(self, account: Account) -> None:
         """Record that all of an account has arrived and been added."""
         assert not account.is_read
@@ -232,11 +236,14 @@ class Pipeline:
         return lost, self.settle()
 
     def give_up_seats(self, device: DeviceId) -> tuple[list[Seat], list[Unit]]:
-        """Move a lagging device's sequences, except those with backward units, to healthy devices with free slots."""
+        """Move a lagging device's sequences to healthy devices with free slots.
+
+        Except those with backward units, and those that make up for a departed device: their account stays open.
+        """
         lost: list[Seat] = []
         free: dict[Shard, int] = {}
         for seat in list(self._seats_of.get(device, ())):
-            if seat.sent["backward"] or self.is_over(seat):
+            if seat.sent["backward"] or seat.account.part is not None or self.is_over(seat):
                 continue
             if seat.shard not in free:
                 free[seat.shard] = self.desks.free_slots(seat.shard)
@@ -320,14 +327,11 @@ class Pipeline:
                 place = seat.sent[direction]
                 seat.sent[direction] += 1
                 self._under_way += 1
-                is_silent = place < known[direction]
-                if is_silent and direction == "forward":
-                    seat.silent_chunks = place + 1
                 yield Unit(
                     seat=seat,
                     direction=direction,
                     chunk=place if direction == "forward" else last - place,
-                    is_silent=is_silent,
+                    is_silent=place < known[direction],
                 )
 
     def _available(self, seat: Seat, direction: Direction) -> int:

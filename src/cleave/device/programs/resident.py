@@ -140,7 +140,7 @@ class ShardTask:
         tape = _tape(state, program, bound)
         match program:
             case Forward(is_silent=True):
-                flops = shards.rebuild_flops(scope, shard)
+                flops = shards.rebuild_flops(scope, shard, "nothing" if state is None else state.keeps)
             case Forward():
                 flops = shards.forward_flops(scope, shard)
             case Backward():
@@ -166,7 +166,7 @@ class ShardTask:
         program = self._program
         if state is not None and isinstance(program, Forward):
             state.forward_rows += bound.scope.rows
-            if state.kept_numbers and not program.is_silent and self._store.may_keep(len(kept)):
+            if state.kept_numbers and self._store.may_keep(len(kept)):
                 state.tapes[program.first_row] = Tape(_identity(program, bound), kept)
         elif state is not None:
             state.backward_row = program.first_row
@@ -174,11 +174,10 @@ class ShardTask:
 
     def _forward(self, bound: Bound, state: State | None) -> Array:
         program, caches = self._program, () if state is None else state.caches
-        result, kept = None, tuple[Kept, ...]()
+        result, keeps = None, "nothing" if state is None else state.keeps
         if isinstance(program, Forward) and program.is_silent:
-            shards.rebuild(bound.scope, bound.shard, caches, bound.x)
+            kept = shards.rebuild(bound.scope, bound.shard, caches, bound.x, keeps)
         else:
-            keeps = "nothing" if state is None else state.keeps
             result, kept = shards.forward(bound.scope, bound.shard, caches, bound.x, keeps)
         self._advance(bound, state, kept)
         return result

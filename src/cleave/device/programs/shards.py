@@ -33,25 +33,28 @@ def forward(
     scope: Scope, shard: DeviceShard, caches: Sequence[KVCache], x: Array, keeps: Keeping = "nothing"
 ) -> tuple[Array, tuple[Kept, ...]]:
     """Return the result, and what to keep for backward: an entry per part, and one for the head."""
-    remaining, tape, entered = iter(caches), list[Kept](), x
-    for part in shard.parts:
-        y, inside = _apply_part(scope, shard, part, remaining, x, fills_cache=True, keeps=keeps == "all")
-        tape.append(Kept(None if x is entered else x, inside))
-        x = y
+    y, tape = _apply_parts(scope, shard, caches, x, keeps)
     if shard.head is not None:
-        tape.append(Kept(None if x is entered else x))
-        x = head.forward(scope, shard.head, x)
-    return x, () if keeps == "nothing" else tuple(tape)
+        y = head.forward(scope, shard.head, y)
+    return y, () if keeps == "nothing" else tape
 
 
-def rebuild(scope: Scope, shard: DeviceShard, caches: Sequence[KVCache], x: Array) -> None:
-    """Refill the KV caches: run forward, but only up to the last attention's keys and values."""
+def rebuild(
+    scope: Scope, shard: DeviceShard, caches: Sequence[KVCache], x: Array, keeps: Keeping = "nothing"
+) -> tuple[Kept, ...]:
+    """Refill the KV caches, and return what to keep for backward.
+
+    Skips the head and, if nothing is kept, whatever comes after the last attention's keys and values.
+    """
+    if keeps != "nothing":
+        return _apply_parts(scope, shard, caches, x, keeps)[1]
     remaining = iter(caches)
     parts = _until_last_attention(shard)
     for part in parts[:-1]:
         x, _ = _apply_part(scope, shard, part, remaining, x, fills_cache=True)
     if parts and isinstance(parts[-1], Attention):
         attention.fill_cache(scope, parts[-1], next(remaining), x)
+    return ()
 
 
 def backward(
@@ -84,6 +87,20 @@ def _rerun(scope: Scope, shard: DeviceShard, caches: Sequence[KVCache], x: Array
         x, _ = _apply_part(scope, shard, part, remaining, x, fills_cache=False)
         inputs.append(Kept(x))
     return inputs
+
+
+def _apply_parts(
+    scope: Scope, shard: DeviceShard, caches: Sequence[KVCache], x: Array, keeps: Keeping
+) -> tuple[Array, tuple[Kept, ...]]:
+    """Return what leaves the last part, and what to keep of each part and of the head."""
+    remaining, tape, entered = iter(caches), list[Kept](), x
+    for part in shard.parts:
+        y, inside = _apply_part(scope, shard, part, remaining, x, fills_cache=True, keeps=keeps == "all")
+        tape.append(Kept(None if x is entered else x, inside))
+        x = y
+    if shard.head is not None:
+        tape.append(Kept(None if x is entered else x))
+    return x, tuple(tape)
 
 
 def _apply_part(
@@ -119,7 +136,9 @@ def forward_flops(scope: Scope, shard: DeviceShard) -> float:
     return total + _parts_flops(scope, shard.parts, fills_cache=True)
 
 
-def rebuild_flops(scope: Scope, shard: DeviceShard) -> float:
+def rebuild_flops(scope: Scope, shard: DeviceShard, keeps: Keeping = "nothing") -> float:
+    if keeps != "nothing":
+        return _parts_flops(scope, shard.parts, fills_cache=True)
     parts = _until_last_attention(shard)
     total = _parts_flops(scope, parts[:-1], fills_cache=True)
     return total + sum(attention.fill_cache_flops(scope, part) for part in parts[-1:] if isinstance(part, Attention))

@@ -28,6 +28,7 @@ from cleave.server.operands import Tensor
 from cleave.server.resident.activations import Activations, Batched
 from cleave.server.resident.audit_case import AuditCase
 from cleave.server.resident.audits import Audits
+from cleave.server.resident.readings import Accumulator
 from cleave.server.resident.results import GradientPart, ResidentResults, UnitResult
 from cleave.server.resident.tasks import HoldWork, ReadWork, ResidentTasks, UnitWork
 
@@ -242,8 +243,8 @@ class Attempt:
         match item:
             case UnitResult(unit=unit):
                 yield from self._unit_kept(unit, now)
-            case GradientPart(account=account):
-                yield from self._gradient_kept(account)
+            case GradientPart(accumulator=accumulator):
+                yield from self._gradient_kept(accumulator)
             case _:
                 raise AssertionError("a pass keeps units and gradients")
 
@@ -289,17 +290,19 @@ class Attempt:
     def _read(self, work: ReadWork, accept: Accept, payload: object) -> Requests:
         """Add a rectangle of a gradient, except what was returned before."""
         account = work.account
-        reading = self._tasks.readings[account]
-        wanted = within(reading.wanted[work.index], accept.part)
+        accumulator = self._tasks.readings[account].accumulators[work.index]
+        accumulator.has_arrived = True
+        wanted = within(accumulator.wanted, accept.part)
         for piece in wanted:
-            reading.wanted[work.index] = without(reading.wanted[work.index], piece)
-        reading.keeping += 1
+            accumulator.wanted = without(accumulator.wanted, piece)
+        accumulator.keeping += 1
         self.keeping += 1
         view, _ = self._tasks.held[account.shard].trained[work.index]
         yield Keep(
             self._run,
             GradientPart(
                 account=account,
+                accumulator=accumulator,
                 index=work.index,
                 view=view,
                 part=accept.part,
@@ -310,23 +313,23 @@ class Attempt:
             ),
         )
 
-    def _gradient_kept(self, account: Account) -> Requests:
-        reading = self._tasks.readings.get(account)
-        if reading is None:  # its device left; what had arrived is kept
+    def _gradient_kept(self, accumulator: Accumulator) -> Requests:
+        accumulator.keeping -= 1
+        if not accumulator.is_added:
             return
-        reading.keeping -= 1
-        if reading.keeping or not reading.is_complete:
-            return
-        if not account.is_read:
-            self._pipeline.read(account)
-        yield from self._forget(account)
-        yield from self._audits.close(account, self._run)
+        yield OperandsReleased((accumulator.operand.id,))  # an account that makes up for another may need its room
+        for account in list(accumulator.accounts):  # none if its device left; what had arrived is kept
+            if self._tasks.readings[account].is_added:
+                if not account.is_read:
+                    self._pipeline.read(account)
+                yield from self._forget(account)
+                yield from self._audits.close(account, self._run)
 
     def is_gathered(self, shard: Shard) -> bool:
         """Whether every gradient of a shard has arrived and was added."""
         readings = self._tasks.readings.items()
-        is_added = not any(reading.keeping for account, reading in readings if account.shard == shard)
-        return is_added and self._pipeline.is_gathered(shard)
+        is_adding = any(reading.is_adding for account, reading in readings if account.shard == shard)
+        return not is_adding and self._pipeline.is_gathered(shard)
 
     def _case(self, account: Account) -> AuditCase | None:
         direction: Direction = "backward" if self.goes_back else "forward"
@@ -337,6 +340,8 @@ class Attempt:
 
     def _submit(self, units: Sequence[Unit], shards: Sequence[Shard] | None = None) -> Requests:
         """Submit units, and readings of accounts that are ready, of some shards or of all."""
+        for account in {unit.seat.account: None for unit in units}:
+            yield from self._open(account)
         tasks = [self._tasks.unit_task(unit) for unit in units]
         for shard in self._pipeline.shards if shards is None else shards:
             accounts = self._pipeline.readable(shard)
@@ -347,10 +352,21 @@ class Attempt:
         if tasks:
             yield TasksSubmitted(tuple(tasks))
 
+    def _open(self, account: Account) -> Requests:
+        """Let an account that makes up for a departed device add to those of its device that are being read.
+
+        What these have not begun to return then travels once instead of twice, and gives way to the units.
+        """
+        if account.part is None or account in self._tasks.readings or self._case(account) is not None:
+            return
+        for other in self._pipeline.being_read(account.shard, account.device):
+            if self._case(other) is None:  # an audit replays the units of one account
+                yield GroupsAbandoned(tuple(self._tasks.join(account, other)))
+
     def _forget(self, what: Seat | Account) -> Requests:
         """Abandon the tasks of a seat or an account, and release what its device keeps for it."""
-        yield GroupsAbandoned((what,))
-        made = self._tasks.forget(what)
+        groups, made = self._tasks.forget(what)
+        yield GroupsAbandoned(groups)
         if made:
             yield OperandsReleased(made)
 

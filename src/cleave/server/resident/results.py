@@ -28,6 +28,7 @@ from cleave.server.operands import Operands
 from cleave.server.resident.activations import Activations
 from cleave.server.resident.audit_case import AuditCase, Replay
 from cleave.server.resident.audits import AuditTotals
+from cleave.server.resident.readings import Accumulator
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,6 +54,7 @@ class GradientPart:
     """A rectangle of a weight's gradient, and which parts of it were not returned before."""
 
     account: Account
+    accumulator: Accumulator
     index: int
     view: View
     part: Rectangle

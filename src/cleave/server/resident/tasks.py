@@ -23,7 +23,7 @@ from cleave.core.plan.resident.timeline import AHEAD, BACKWARD, FORWARD, READING
 from cleave.core.schedule.accounts import Account, Seat
 from cleave.core.schedule.desks import Desk
 from cleave.core.schedule.pipeline import Course, Pipeline, Unit
-from cleave.core.schedule.rectangles import Rectangle, total
+from cleave.core.schedule.rectangles import Rectangle
 from cleave.core.schedule.tasks import DeviceId, Operand, OperandId, Task, TaskId
 from cleave.errors import InfeasibleError
 from cleave.protocol import messages
@@ -33,24 +33,9 @@ from cleave.server.operands import Operands, Tensor
 from cleave.server.resident.activations import Activations, Batched
 from cleave.server.resident.held_shard import HeldShard, hold
 from cleave.server.resident.lease import Lease
+from cleave.server.resident.readings import Accumulator, Reading
 
 _LEAST_SPEED = 1e-9
-
-
-@dataclass(slots=True, eq=False)
-class Reading:
-    """An account's accumulators and their missing parts, in the order of the shard's trained views."""
-
-    operands: list[Operand]
-    wanted: dict[int, list[Rectangle]]
-    has_begun: bool = False
-    keeping: int = 0
-    """Parts that arrived and are being added."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all of it arrived."""
-        return self.has_begun and not any(total(parts) for parts in self.wanted.values())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,8 +111,8 @@ class ResidentTasks:
             shard: hold(decoder, shard, batch, operands, lease, is_trained=course != "forward") for shard in self._stage
         }
         self._lease = lease
-        self._may_keep = course == "both"
-        """Whether backward follows forward on the same devices."""
+        self._may_keep = course != "forward"
+        """Whether backward follows, which starts from what forward, or a silent forward, keeps."""
         self.states: dict[Seat, Operand] = {}
         self.readings: dict[Account, Reading] = {}
 
@@ -191,7 +176,7 @@ class ResidentTasks:
         first, last = self._activations.rows(seat.sequence, unit.chunk)
         operands = [*held.operands, self._state(seat)]
         if unit.direction == "backward":
-            operands += self.reading(seat.account).operands
+            operands += (one.operand for one in self.reading(seat.account).accumulators if one.wanted)
             operands += (self._leased_accumulator(view) for view, _ in held.leased)
         operands += self.read_by(unit)
         stream = "activation" if unit.direction == "forward" else "activation gradient"
@@ -217,7 +202,7 @@ class ResidentTasks:
                 first - seat.sequence * self._batch.sequence,
                 last - first,
                 is_silent=unit.is_silent,
-                keeps=seat.kept_of(unit.chunk),
+                keeps=seat.keeps,
             ),
             effort=float(thin_effort(last - first)),
             up_bytes=encoded_bytes(format, rows, cols),
@@ -230,16 +215,17 @@ class ResidentTasks:
         reading = self.reading(account)
         reading.has_begun = True
         for index, (view, _) in enumerate(self.held[account.shard].trained):
-            if reading.wanted.get(index):
-                program = Collect(accumulator=reading.operands[index].id, rows=view.height, cols=view.width)
+            accumulator = reading.accumulators[index]
+            if accumulator.wanted:
+                program = Collect(accumulator=accumulator.operand.id, rows=view.height, cols=view.width)
                 id = TaskId(next(self._ids))
                 message = messages.RunTask(task=id, priority=READING, format=self._gradient_format, program=program)
                 yield Task(
                     id=id,
                     device=account.device,
-                    group=account,
+                    group=accumulator,
                     priority=READING,
-                    operands=(reading.operands[index],),
+                    operands=(accumulator.operand,),
                     rows=view.height,
                     cols=view.width,
                     result_bytes=0,
@@ -296,26 +282,49 @@ class ResidentTasks:
 
     def reading(self, account: Account) -> Reading:
         if account not in self.readings:
-            trained = self.held[account.shard].trained
             part = cast("dict[int, list[Rectangle]] | None", account.part)
             self.readings[account] = Reading(
-                [self._operands.made(view.area * DEVICE_BYTES) for view, _ in trained],
-                {index: [Rectangle(0, view.height, 0, view.width)] for index, (view, _) in enumerate(trained)}
-                if part is None
-                else {index: list(parts) for index, parts in part.items()},
+                [
+                    Accumulator(
+                        self._operands.made(view.area * DEVICE_BYTES),
+                        [Rectangle(0, view.height, 0, view.width)] if part is None else list(part[index]),
+                        [account],
+                    )
+                    for index, (view, _) in enumerate(self.held[account.shard].trained)
+                ]
             )
         return self.readings[account]
 
-    def forget(self, what: Seat | Account) -> tuple[OperandId, ...]:
-        """Forget a seat or an account; return the operands that its device made for it."""
+    def join(self, account: Account, other: Account) -> list[Accumulator]:
+        """Let a new account add to what is wanted of another one of its device and has not begun to arrive.
+
+        Both then miss the same parts of it, which need to be read only once. Return the shared accumulators, whose
+        tasks are to be abandoned: they are read with the new account.
+        """
+        ours, shared = self.reading(account).accumulators, list[Accumulator]()
+        for index, (mine, theirs) in enumerate(zip(ours, self.readings[other].accumulators, strict=True)):
+            is_own = mine.accounts == [account]
+            if is_own and mine.wanted and mine.wanted == theirs.wanted and not theirs.has_arrived:
+                theirs.accounts.append(account)
+                ours[index] = theirs
+                shared.append(theirs)
+        return shared
+
+    def forget(self, what: Seat | Account) -> tuple[tuple[object, ...], tuple[OperandId, ...]]:
+        """Forget a seat or an account; return the groups of its tasks, and what its device still keeps for it alone."""
         if isinstance(what, Seat):
-            return (self.states.pop(what).id,) if what in self.states else ()
-        return tuple(one.id for one in self.readings.pop(what).operands) if what in self.readings else ()
+            return (what,), (self.states.pop(what).id,) if what in self.states else ()
+        accumulators = self.readings.pop(what).accumulators if what in self.readings else []
+        for one in accumulators:
+            one.accounts.remove(what)
+        own = [one for one in accumulators if not one.accounts]
+        return tuple(own), tuple(one.operand.id for one in own if not one.is_added)
 
     def forget_all(self) -> tuple[tuple[object, ...], tuple[OperandId, ...]]:
-        """Forget every seat and account; return them and other groups of tasks, and what devices made for them."""
-        groups = (*self.states, *self.readings)
-        return (*groups, self), tuple(operand for what in groups for operand in self.forget(what))
+        """Forget every seat and account; return all groups of tasks, and what devices made for them."""
+        forgotten = [self.forget(what) for what in (*self.states, *self.readings)]
+        groups = tuple(group for groups, _ in forgotten for group in groups)
+        return (*groups, self), tuple(operand for _, operands in forgotten for operand in operands)
 
     def _leased_accumulator(self, view: View) -> Operand:
         assert self._lease is not None, "else nothing is leased"
@@ -343,12 +352,13 @@ class ResidentTasks:
         )
         if unit.direction == "forward":
             return Forward(**place, **read, is_silent=unit.is_silent, keeps=seat.keeps)
-        accumulators = [operand.id for operand in self.readings[seat.account].operands]
+        sums = zip(held.trained, self.readings[seat.account].accumulators, strict=True)
+        accumulators = ((weight, one.operand.id) for (_, weight), one in sums if one.wanted)
         leased = ((weight, self._leased_accumulator(view).id) for view, weight in held.leased)
         return Backward(
             **place,
             **read,
-            accumulators=(*zip((weight for _, weight in held.trained), accumulators, strict=True), *leased),
+            accumulators=(*accumulators, *leased),
             wants_dx=not unit.is_silent and self.wants_dx(seat.shard),
         )
 
