@@ -153,13 +153,32 @@ def test_an_unchanged_fleet_is_planned_once() -> None:
     assert place.planning.latest == place.choose(must=True).plan
 
 
-@pytest.mark.parametrize("factor", [0.93, 1.07])
+@pytest.mark.parametrize("factor", [0.95, 1.07])
 def test_arrangements_stay_when_rates_change_a_little(factor: float) -> None:
     place = Place(devices("ann", "bob", "cid", memory_bytes=64e6))
-    held = place.held()
-    place.change(devices("ann", "bob", "cid", memory_bytes=64e6, flops_per_s=1e10 * factor, rate=1e6 / factor))
+    held, before = place.held(), place.planning.latest
+    place.change(devices("ann", "bob", "cid", memory_bytes=64e6, flops_per_s=1e10 * factor, rate=1e6 * factor))
     place.planning.step_ended()
     assert place.held() == held
+    assert len(place.previous) == 1, "no other arrangement is searched for"
+    after = place.planning.latest
+    assert before is not None
+    assert after is not None
+    assert (after.step_s < before.step_s) == (factor > 1), "it is judged by the new rates"
+
+
+@pytest.mark.parametrize(("factor", "steps"), [(0.5, 1), (1.07, 8)])
+def test_other_arrangements_are_searched_for_when_this_one_gets_slow_and_now_and_then(
+    factor: float, steps: int
+) -> None:
+    place = Place(devices("ann", "bob", "cid", memory_bytes=64e6))
+    place.held()
+    for _ in range(steps):
+        assert len(place.previous) == 1
+        place.change(devices("ann", "bob", "cid", memory_bytes=64e6, flops_per_s=1e10 * factor, rate=1e6 * factor))
+        place.planning.step_ended()
+        place.held()
+    assert len(place.previous) == 2
     assert place.previous[1] is not None, "the planner is told who holds what"
 
 

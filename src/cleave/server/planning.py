@@ -48,6 +48,10 @@ _REMODELED_DEVICES = 128
 """Fleets up to this size are modeled again after every step, with the rates that it taught."""
 _RECONSIDERED_EVERY = 2
 """Steps between two choices of a grain whose steps take far longer than predicted."""
+_SEARCHED_EVERY = 8
+"""Steps after which changed rates of the same devices lead to a new search: it costs as much CPU as a small step."""
+_SLOWER = 1.1
+"""Factor by which an arrangement may become slower before another one is searched for at once."""
 _MOST_REMEMBERED = 32
 """Batch lengths whose plans are cached."""
 _MOST_LAYERS = 1024
@@ -64,6 +68,10 @@ class _Chosen:
     number: int
     names: tuple[str, ...]
     choice: PassChoice
+    searched_step: int
+    """Step before which the arrangement was last compared with others."""
+    searched_s: float
+    """Time of the arrangement then."""
 
 
 class Planning:
@@ -146,7 +154,11 @@ class Planning:
             if known is not None and is_same and not self._is_off(known):  # rates fluctuate: keep the grain
                 if known.number == number or profiles is None or not known.choice.is_resident:
                     return known.choice
-                plan = self._place(work, profiles)
+                plan = self._still_good(work, profiles, known)
+                searched_step, searched_s = known.searched_step, known.searched_s
+                if plan is None:
+                    plan = self._place(work, profiles)
+                    searched_step, searched_s = self._steps, plan.step_s
                 seconds = resident_seconds(plan, work, local, self._audited())
                 choice = replace(known.choice, plan=plan, resident_s=seconds)
             else:
@@ -155,14 +167,22 @@ class Planning:
                 self._reconsidered = self._steps
                 standing = known.choice.grain if known is not None and is_same else None
                 choice = self._choose(work, profiles, local, must=must, standing=standing)
+                searched_step, searched_s = self._steps, 0.0 if choice.plan is None else choice.plan.step_s
                 if work.is_trained:
                     self._tell_once(choice, names)
             if len(self._passes) >= _MOST_REMEMBERED:
                 self._passes.clear()
-            self._passes[work, local, must] = _Chosen(number, names, choice)
+            self._passes[work, local, must] = _Chosen(number, names, choice, searched_step, searched_s)
             if choice.plan is not None:
                 self._remember(work, choice.plan)
             return choice
+
+    def _still_good(self, work: PassWork, profiles: Profiles, known: _Chosen) -> ResidentPlan | None:
+        """Return a choice's arrangement with its time by new rates; None if it is time to search for another one."""
+        if known.choice.plan is None or self._steps - known.searched_step >= _SEARCHED_EVERY:
+            return None
+        plan = self._call(profiles, replan_pass, work, profiles, self._pass_setting, known.choice.plan)
+        return plan if plan is not None and plan.step_s <= known.searched_s * _SLOWER else None
 
     def _is_off(self, known: _Chosen) -> bool:
         """Whether steps take so much longer than predicted that the grain should be chosen anew, now and then."""
