@@ -1,7 +1,8 @@
 """GB/s of encoding and decoding on one core, all formats side by side in one run, with numpy's codec and torch's.
 
-`python benchmarks/codec.py`: formats take turns, round by round, and the best round counts, as the machine is shared.
-GB/s are bytes sent. What a format costs per number, beside bf16 in the same run, is the ratio to read.
+`python benchmarks/codec.py`: formats take turns, round by round, and the best round counts, as the machine is shared;
+the matrix is small enough for a round to end before another process gets its turn. GB/s of numbers are those of the
+matrix in fp32, GB/s sent those of its encoding. What a format costs beside bf16 in the same run is the ratio to read.
 """
 
 from __future__ import annotations
@@ -27,15 +28,16 @@ _WORK = ("encode", "decode", "add")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Speed of the wire's number formats.")
-    parser.add_argument("--rows", type=int, default=2048, help="rows of the matrix (default: 2048)")
+    parser.add_argument("--rows", type=int, default=512, help="rows of the matrix (default: 512)")
     parser.add_argument("--cols", type=int, default=1024, help="columns of the matrix (default: 1024)")
-    parser.add_argument("--rounds", type=int, default=15, help="rounds, of which the best counts (default: 15)")
+    parser.add_argument("--rounds", type=int, default=200, help="rounds, of which the best counts (default: 200)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     matrix = np.random.default_rng(0).standard_normal((options.rows, options.cols), dtype=np.float32)
     print(f"{options.rows} x {options.cols} numbers, one thread, best of {options.rounds} rounds\n")
-    print("| codec | format | encode GB/s | decode | decode and add | s per number over bf16: encode | decode | add |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("Encode, decode, decode and add:\n")
+    print("| codec | format | GB/s of numbers | GB/s sent | s per number over bf16 | s per byte over bf16 |")
+    print("|---|---|---|---|---|---|")
     codecs: dict[str, Codec] = {"numpy": NumpyCodec(), "torch": TorchCodec()}
     for name, codec in codecs.items():
         jobs = {format: _jobs(codec, matrix, format) for format in WIRE_FORMATS}
@@ -44,10 +46,17 @@ def main() -> None:
             for format, work in best:
                 best[format, work] = min(best[format, work], _seconds(jobs[format][work]))
         for format in WIRE_FORMATS:
-            size = encoded_bytes(format, *matrix.shape)
-            rates = [f"{size / best[format, work] / 1e9:.2f}" for work in _WORK]
-            ratios = [f"{best[format, work] / best['bf16', work]:.2f}" for work in _WORK]
-            print(f"| {name} | {format} | {' | '.join(rates)} | {' | '.join(ratios)} |")
+            share = encoded_bytes(format, *matrix.shape) / encoded_bytes("bf16", *matrix.shape)
+            seconds = [best[format, work] for work in _WORK]
+            ratios = [best[format, work] / best["bf16", work] for work in _WORK]
+            columns = (
+                [matrix.nbytes / each / 1e9 for each in seconds],
+                [encoded_bytes(format, *matrix.shape) / each / 1e9 for each in seconds],
+                ratios,
+                [each / share for each in ratios],
+            )
+            cells = (", ".join(f"{value:.2f}" for value in column) for column in columns)
+            print(f"| {name} | {format} | {' | '.join(cells)} |")
 
 
 def _jobs(codec: Codec, matrix: Matrix, format: WireFormat) -> dict[str, Callable[[], object]]:

@@ -1,30 +1,34 @@
 # pyright: standard
 """What a wire costs in loss: training with numbers rounded exactly where the wire is, by the project's own codec.
 
-`python benchmarks/wire_losses.py`: small Llamas on the bytes of Python's standard library, in plain torch and with the
-wire simulated, from the same weights and batches; evaluation loss against plain torch of the same seed. No devices, no
-network: what is rounded, and how often, follows `server/resident` and `train/offload/linear.py`.
+`python benchmarks/wire_losses.py`: small Llamas on the bytes of Python's standard library, with the wire simulated,
+against plain torch from the same state on the same batches. No devices, no network: what is rounded, and how often,
+follows `server/resident` and `train/offload/linear.py`.
 
 - resident: a stage per sublayer. A stage's output is rounded on its way to the server and again on its way to the next
   stage, as the server encodes it anew; gradients likewise. Devices see rounded matrices, vectors in fp32, and return
   rounded weight gradients.
 - gemm: X, W and dY of every product of a linear layer are rounded, and so are Y, dX and dW.
 
-Trainings that differ in last bits alone may drift apart, in either direction: `noise` multiplies what is sent by
-1 + 1e-6 times a random number and shows how far. Below that, this benchmark sees no cost; high
-learning rates drift most.
+While the loss falls steeply, trainings that differ in last bits drift apart by 1 %, in either direction, and a cost of
+0.1 % cannot be seen. So all runs of a seed share a start: `--shared` steps of plain torch at the full rate, past the
+steep fall. Then each goes on with its wire for `--steps` while the rate falls to zero. `perturbed start` is the
+control: plain torch from weights with a random error of bf16's size. What it shows, up or down, is drift.
 
 `int8 a row` is the format that q8 replaced: one fp32 scale a row. `q8, logits too` drops the rule that the head's dY
-travels in bf16 (`core/cost/streams.py`). Finished runs are kept in `--log`, so that a stopped benchmark can go on.
+travels in bf16 (`core/cost/streams.py`). The wires of `SMALLER` are not part of the project. Finished runs are kept in
+`--log`, so that a stopped benchmark can go on; one seed is complete before the next begins.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
+import itertools
 import json
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -34,14 +38,28 @@ import torch.nn.functional as F
 from torch import nn
 
 from cleave.core.cost.streams import Stream, stream_format
-from cleave.core.cost.wire import WireFormat
+from cleave.core.cost.wire import BLOCK, WireFormat
 from cleave.train.data import library_documents
 from cleave.train.offload.codec import TorchCodec
 
 Grain = Literal["plain", "resident", "gemm"]
-SIZES: Final = {"64 x 4": (64, 4), "128 x 6": (128, 6)}
-WIRES: Final = ("noise", "fp32", "bf16", "q8", "q8, logits too", "int8 a row")
-_HEADS, _SEQUENCE, _BATCH, _EVALUATED = 4, 128, 8, 256
+Run = tuple[str, Grain, str, int]
+"""Size, grain, wire, seed."""
+State = tuple[dict[str, Any], dict[str, Any]]
+"""What a model and its optimizer hold."""
+SIZES: Final = {"64 x 2": (64, 2), "96 x 3": (96, 3), "64 x 4": (64, 4), "128 x 6": (128, 6)}
+SMALLER: Final = ("q8, stochastic", "q8, int6 backward", "q8, int4 deltas", "q8, logits too")
+"""q8 with stochastic rounding, with all gradients in 6 bits, and with weights as 4-bit deltas to the device's copy."""
+_PERTURBED: Final = "perturbed start"
+PASSES: Final[tuple[tuple[tuple[Grain, str], ...], ...]] = (
+    (("plain", ""), ("plain", _PERTURBED), ("resident", "q8"), ("gemm", "q8")),
+    (("gemm", "bf16"), ("gemm", "int8 a row")),
+    (("resident", "q8, int4 deltas"), ("resident", "q8, int6 backward")),
+    (("resident", "bf16"), ("resident", "int8 a row")),
+    (("gemm", "q8, int6 backward"), ("gemm", "q8, stochastic"), ("gemm", "q8, logits too")),
+)
+"""Grains and wires in the order of interest: a stopped benchmark has the first ones, with all their seeds."""
+_HEADS, _SEQUENCE, _BATCH, _EVALUATED = 4, 64, 8, 1024
 _WARMUP: Final = 20
 _CODEC = TorchCodec()
 
@@ -49,20 +67,51 @@ _CODEC = TorchCodec()
 @dataclass(frozen=True)
 class Wire:
     name: str
+    _copies: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Weights as the device holds them, by address, where deltas travel."""
 
     def passed(self, tensor: torch.Tensor, stream: Stream) -> torch.Tensor:
         """Return a tensor as it arrives."""
         matrix = tensor.detach().reshape(-1, tensor.shape[-1])
-        if self.name == "noise":
-            return tensor * (1 + 1e-6 * torch.randn(tensor.shape))
-        if self.name == "int8 a row":
-            scales = matrix.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
-            return ((matrix / scales).round() * scales).view(tensor.shape)
-        wire: WireFormat = "q8" if self.name.startswith("q8") else self.name  # type: ignore[assignment]
-        format = wire if self.name == "q8, logits too" else stream_format(stream, wire)
-        source, out = matrix.contiguous().numpy(), np.empty(matrix.shape, dtype=np.float32)
-        _CODEC.decode_into(_CODEC.encode(source, format).data, format, out)
-        return torch.from_numpy(out).view(tensor.shape)
+        return self._passed(matrix, stream).view(tensor.shape)
+
+    def _passed(self, matrix: torch.Tensor, stream: Stream) -> torch.Tensor:
+        match self.name:
+            case "int8 a row":
+                scales = matrix.abs().amax(1, keepdim=True).clamp(min=1e-30) / 127
+                return (matrix / scales).round() * scales
+            case "q8, logits too":
+                return _through(matrix, "q8")
+            case "q8, stochastic" if stream_format(stream, "q8") == "q8":
+                return _in_blocks(matrix, 8, is_stochastic=True)
+            case "q8, int6 backward" if stream in ("activation gradient", "weight gradient"):
+                return _in_blocks(matrix, 6)
+            case "q8, int4 deltas" if stream == "weight":
+                held = self._copies.get(matrix.data_ptr())
+                new = _through(matrix, "q8") if held is None else held + _in_blocks(matrix - held, 4)
+                self._copies[matrix.data_ptr()] = new
+                return new
+            case name:
+                wire: WireFormat = "q8" if name.startswith("q8") else name  # type: ignore[assignment]
+                return _through(matrix, stream_format(stream, wire))
+
+
+def _through(matrix: torch.Tensor, format: WireFormat) -> torch.Tensor:
+    """Encode and decode as devices and the server do."""
+    source, out = matrix.contiguous().numpy(), np.empty(matrix.shape, dtype=np.float32)
+    _CODEC.decode_into(_CODEC.encode(source, format).data, format, out)
+    return torch.from_numpy(out)
+
+
+def _in_blocks(matrix: torch.Tensor, bits: int, is_stochastic: bool = False) -> torch.Tensor:
+    """Round to integers in blocks with a scale, as q8 does but with any number of bits."""
+    rows, cols = matrix.shape
+    blocks = F.pad(matrix, (0, -cols % BLOCK)).view(rows, -1, BLOCK)
+    scales = blocks.abs().amax(2, keepdim=True).clamp(min=2.0**-120) / (2 ** (bits - 1) - 1)
+    scales = ((scales.view(torch.int32) + 0xFFFF) & -0x10000).view(torch.float32)  # up to bf16
+    steps = blocks / scales
+    steps = (steps + torch.rand(steps.shape)).floor() if is_stochastic else steps.round()
+    return (steps * scales).view(rows, -1)[:, :cols]
 
 
 class _Passage(torch.autograd.Function):
@@ -172,26 +221,57 @@ class Llama(nn.Module):
         return tuple(x @ weight.T for weight in weights)
 
 
-def train(text: torch.Tensor, size: str, grain: Grain, wire: str | None, seed: int, steps: int, peak: float) -> float:
-    """Train from a seed's weights on a seed's batches; return the loss on held-out text, computed without a wire."""
+@dataclass(frozen=True)
+class Text:
+    learned: torch.Tensor
+    held_out: torch.Tensor
+
+    @staticmethod
+    def of_library() -> Text:
+        text = torch.from_numpy(np.frombuffer("\0".join(library_documents()).encode(), dtype=np.uint8).copy())
+        return Text(text[: -len(text) // 20], text[-len(text) // 20 :])
+
+
+def start(text: Text, size: str, seed: int, steps: int, peak: float) -> State:
+    """Train without a wire from a seed's weights, at the full rate."""
     torch.manual_seed(seed)
-    model = Llama(*SIZES[size], grain, None if wire is None else Wire(wire))
-    held_out = text[-len(text) // 20 :]
-    learned = text[: -len(held_out)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.95), weight_decay=0.1)
-    draw = torch.Generator().manual_seed(1000 + seed)
-    for step in range(steps):
-        cosine = 0.5 * (1 + math.cos(math.pi * step / steps))
-        optimizer.param_groups[0]["lr"] = peak * cosine * min(1.0, (step + 1) / _WARMUP)
-        loss = _loss(model, learned, torch.randint(len(learned) - _SEQUENCE - 1, (_BATCH,), generator=draw))
+    model = Llama(*SIZES[size], "plain", None)
+    rates = [peak * min(1.0, (step + 1) / _WARMUP) for step in range(steps)]
+    return _trained(model, None, text, rates, torch.Generator().manual_seed(1000 + seed))
+
+
+def finish(text: Text, size: str, grain: Grain, wire: str, seed: int, state: State, rates: list[float]) -> float:
+    """Go on with a wire; return the loss on held-out text, computed without one."""
+    torch.manual_seed(2000 + seed)
+    model = Llama(*SIZES[size], grain, Wire(wire) if wire and grain != "plain" else None)
+    model.load_state_dict(state[0])
+    if wire == _PERTURBED:
+        with torch.no_grad():
+            for weight in model.parameters():
+                weight *= 1 + 2**-8 * (torch.rand(weight.shape) - 0.5)
+    _trained(model, state[1], text, rates, torch.Generator().manual_seed(3000 + seed))
+    model.wire = None
+    starts = _starts(text.held_out, _EVALUATED, torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        return float(np.mean([_loss(model, text.held_out, some).item() for some in starts.split(64)]))
+
+
+def _trained(model: Llama, state: Any, text: Text, rates: list[float], draw: torch.Generator) -> State:
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+    if state is not None:
+        optimizer.load_state_dict(copy.deepcopy(state))
+    for rate in rates:
+        optimizer.param_groups[0]["lr"] = rate
+        loss = _loss(model, text.learned, _starts(text.learned, _BATCH, draw))
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-    model.wire = None
-    starts = torch.randint(len(held_out) - _SEQUENCE - 1, (_EVALUATED,), generator=torch.Generator().manual_seed(7))
-    with torch.no_grad():
-        return _loss(model, held_out, starts).item()
+    return model.state_dict(), optimizer.state_dict()
+
+
+def _starts(text: torch.Tensor, count: int, draw: torch.Generator) -> torch.Tensor:
+    return torch.randint(len(text) - _SEQUENCE - 1, (count,), generator=draw)
 
 
 def _loss(model: Llama, text: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
@@ -199,64 +279,61 @@ def _loss(model: Llama, text: torch.Tensor, starts: torch.Tensor) -> torch.Tenso
     return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
-def _table(runs: dict[tuple[str, str, str, int], float], seeds: list[int], sizes: list[str]) -> str:
-    lines = ["| model | grain | wire | evaluation loss above plain torch, % per seed | mean |", "|---|---|---|---|---|"]
+def _table(runs: dict[Run, float], sizes: list[str]) -> str:
+    lines = [
+        "| model | grain | wire | evaluation loss above plain torch, % per seed | mean | standard error |",
+        "|---|---|---|---|---|---|",
+    ]
     for size in sizes:
-        for grain in ("resident", "gemm"):
-            for wire in WIRES:
-                found = [runs.get((size, grain, wire, seed)) for seed in seeds]
-                if None in found:
-                    continue
-                plain = [runs[size, "plain", "", seed] for seed in seeds]
-                cost = [100 * (one / other - 1) for one, other in zip(found, plain, strict=True)]  # type: ignore[operator]
-                each = ", ".join(f"{value:+.3f}" for value in cost)
-                lines.append(f"| {size} | {grain} | {wire} | {each} | {np.mean(cost):+.3f} |")
+        for grain, wire in (cell for cells in PASSES for cell in cells):
+            costs = [
+                100 * (loss / runs[size, "plain", "", seed] - 1)
+                for (*cell, seed), loss in sorted(runs.items(), key=lambda run: run[0][3])
+                if cell == [size, grain, wire]
+            ]
+            if not costs or not wire:
+                continue
+            each = ", ".join(f"{cost:+.3f}" for cost in costs)
+            error = f"{np.std(costs, ddof=1) / math.sqrt(len(costs)):.3f}" if len(costs) > 1 else "-"
+            lines.append(f"| {size} | {grain} | {wire} | {each} | {np.mean(costs):+.3f} | {error} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Evaluation loss with a simulated wire, against plain torch.")
-    parser.add_argument("--steps", type=int, default=300, help="optimizer steps of each run (default: 300)")
+    parser.add_argument("--shared", type=int, default=500, help="steps before the wire begins (default: 500)")
+    parser.add_argument("--steps", type=int, default=300, help="steps with the wire (default: 300)")
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds (default: 3)")
-    parser.add_argument(
-        "--sizes", nargs="+", choices=SIZES, default=list(SIZES), help="hidden x layers (default: both)"
-    )
-    parser.add_argument("--wires", nargs="+", choices=WIRES, default=list(WIRES), help="formats (default: all)")
-    parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate (default: 0.001)")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES)[:2], help="hidden x layers")
+    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate (default: 0.002)")
     parser.add_argument("--log", type=Path, help="file of finished runs, one JSON object a line (default: none)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    text = torch.from_numpy(np.frombuffer("\0".join(library_documents()).encode(), dtype=np.uint8).copy())
-    seeds = list(range(1, options.seeds + 1))
-    runs: dict[tuple[str, str, str, int], float] = {}
+    text = Text.of_library()
+    settings = {"shared": options.shared, "steps": options.steps, "rate": options.rate}
+    runs: dict[Run, float] = {}
     if options.log is not None and options.log.exists():
-        for line in options.log.read_text().splitlines():
-            run = json.loads(line)
-            if (run["steps"], run["rate"]) == (options.steps, options.rate):
+        for run in map(json.loads, options.log.read_text().splitlines()):
+            if settings.items() <= run.items():
                 runs[run["size"], run["grain"], run["wire"], run["seed"]] = run["loss"]
-    # all of the first seed, then all of the second: a stopped benchmark has complete seeds
-    cells: list[tuple[Grain, str]] = [("plain", ""), *((g, w) for g in ("resident", "gemm") for w in options.wires)]
-    for seed in seeds:
-        for size in options.sizes:
-            for grain, wire in cells:
-                key = (size, grain, wire, seed)
-                if key in runs or (grain == "resident" and wire == "q8, logits too"):
-                    continue  # resident heads send no logits
-                started = time.perf_counter()
-                runs[key] = train(text, size, grain, wire or None, seed, options.steps, options.rate)
-                taken = time.perf_counter() - started
-                print(f"{size}, {grain}, {wire}, seed {seed}: {runs[key]:.5f} ({taken:.0f} s)", flush=True)
-                if options.log is not None:
-                    record = dict(zip(("size", "grain", "wire", "seed"), key, strict=True))
-                    with options.log.open("a") as log:
-                        log.write(
-                            json.dumps(record | {"steps": options.steps, "rate": options.rate, "loss": runs[key]})
-                            + "\n"
-                        )
-    print(
-        f"\n{len(text):,} bytes of text, {options.steps} steps of {_BATCH} x {_SEQUENCE} bytes, rate {options.rate:g}\n"
-    )
-    print(_table(runs, seeds, options.sizes))
+    rates = [options.rate * 0.5 * (1 + math.cos(math.pi * step / options.steps)) for step in range(options.steps)]
+    states: dict[tuple[str, int], State] = {}
+    for cells, seed, size in itertools.product(PASSES, range(1, options.seeds + 1), options.sizes):
+        for grain, wire in cells:
+            run = (size, grain, wire, seed)
+            if run in runs or (wire in SMALLER and size != options.sizes[0]):
+                continue
+            if (size, seed) not in states:
+                states[size, seed] = start(text, size, seed, options.shared, options.rate)
+            started = time.process_time()
+            runs[run] = finish(text, size, grain, wire, seed, states[size, seed], rates)
+            record = dict(zip(("size", "grain", "wire", "seed"), run, strict=True)) | settings | {"loss": runs[run]}
+            print(record, f"{time.process_time() - started:.0f} s", flush=True)
+            if options.log is not None:
+                with options.log.open("a") as log:
+                    log.write(json.dumps(record) + "\n")
+    print(f"\n{settings}, batches of {_BATCH} x {_SEQUENCE} bytes, {_EVALUATED} windows evaluated\n")
+    print(_table(runs, options.sizes))
 
 
 if __name__ == "__main__":

@@ -79,14 +79,19 @@ def cut_columns(data: Encoded, format: WireFormat, cols: int, part: tuple[int, i
 
 
 def _to_bf16(flat: Matrix) -> Encoded:
-    bits = flat.view(np.uint32)
     out = np.empty(len(flat), dtype="<u2")
+    working = np.empty(min(len(flat), _BLOCK), dtype=np.uint32)
     for start in range(0, len(flat), _BLOCK):
-        block = bits[start : start + _BLOCK]
-        rounded = (block + (0x7FFF + ((block >> 16) & 1))) >> 16
-        nan = (block & 0x7FFFFFFF) > 0x7F800000
+        block = flat[start : start + _BLOCK]
+        bits, rounded = block.view(np.uint32), working[: len(block)]
+        np.right_shift(bits, 16, out=rounded)
+        np.bitwise_and(rounded, 1, out=rounded)  # ties to even
+        np.add(rounded, 0x7FFF, out=rounded)
+        np.add(rounded, bits, out=rounded)
+        np.right_shift(rounded, 16, out=rounded)
+        nan = np.isnan(block)
         if nan.any():
-            rounded = np.where(nan, 0x7FC0, rounded)
+            rounded[nan] = 0x7FC0
         out[start : start + _BLOCK] = rounded
     return out.view(np.uint8)
 
@@ -94,8 +99,9 @@ def _to_bf16(flat: Matrix) -> Encoded:
 def _from_bf16(values: NDArray[np.uint16], out: Matrix, add: bool) -> None:
     rows = max(1, _BLOCK // max(values.shape[1], 1))
     for start in range(0, len(values), rows):
-        wide = (values[start : start + rows].astype(np.uint32) << 16).view(np.float32)
+        part, target = values[start : start + rows], out[start : start + rows]
+        wide = np.empty(part.shape, dtype=np.uint32) if add else target.view(np.uint32)
+        np.copyto(wide, part)
+        np.left_shift(wide, 16, out=wide)
         if add:
-            out[start : start + rows] += wide
-        else:
-            out[start : start + rows] = wide
+            np.add(target, wide.view(np.float32), out=target)

@@ -95,7 +95,7 @@ def _draw_tiling(axes: Axes, plan: GemmPlan, profiles: Profiles, prefix: str) ->
 
 
 def _draw_timeline(axes: Axes, plan: GemmPlan, profiles: Profiles, server: Server) -> None:
-    unit = unit_costs(profiles, plan.wire, server).take(plan.tiling.device)
+    unit = unit_costs(profiles, plan.wire, server, plan.a_wire).take(plan.tiling.device)
     order = np.argsort(-plan.finish_s, kind="stable")
     chosen = order[np.linspace(0, len(order) - 1, min(_TIMELINES, len(order))).astype(np.int64)]
     tiling = plan.tiling

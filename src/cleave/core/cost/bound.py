@@ -91,14 +91,14 @@ def _capped_area(unit: UnitCosts, gemm: Gemm, server: Server, deadline_s: float)
     """The most output possible by the deadline: from all devices, or from those the egress pays for, largest first."""
     areas = area_within(unit, deadline_s, *_sides(gemm), gemm.k)
     budget = server.down_bytes_per_s * deadline_s
-    spent = unit.remote * unit.wire_bytes * gemm.k * _edges(areas, float(min(gemm.m, gemm.n)))
+    spent = unit.remote * unit.operand_bytes * gemm.k * _edges(areas, float(min(gemm.m, gemm.n)))
     if spent.sum() <= budget:
         return float(areas.sum())
     order = np.argsort(-areas, kind="stable")
     total = np.cumsum(spent[order])
     paid = int(np.searchsorted(total, budget))
     short = float(min(gemm.m, gemm.n))
-    rest = (budget - (total[paid - 1] if paid else 0.0)) / (unit.wire_bytes * gemm.k)
+    rest = (budget - (total[paid - 1] if paid else 0.0)) / (unit.operand_bytes * gemm.k)
     partial = (rest / 2) ** 2 if rest <= 2 * short else short * (rest - short)
     own = areas[(unit.remote == 0)].sum() - areas[order[:paid]][unit.remote[order[:paid]] == 0].sum()
     return float(areas[order[:paid]].sum() + partial + own)
@@ -117,7 +117,7 @@ def _capped_volume(unit: UnitCosts, gemm: Gemm, server: Server, deadline_s: floa
     for budget, need in (
         (
             server.down_bytes_per_s,
-            unit.wire_bytes * volumes / face * _edges(face, float(min(gemm.m, gemm.n))),
+            unit.operand_bytes * volumes / face * _edges(face, float(min(gemm.m, gemm.n))),
         ),
         (server.up_bytes_per_s, unit.wire_bytes * volumes / gemm.k),
     ):

@@ -20,6 +20,7 @@ from typing import Literal
 import numpy as np
 
 from cleave.core.cost.rates import Real, Server
+from cleave.core.cost.streams import dy_format
 from cleave.core.cost.wire import DEVICE_BYTES, WIRE_BYTES, WireFormat
 from cleave.core.fleet.profiles import Floats, Ints, Profiles
 from cleave.core.model.gemms import Linear, Role
@@ -45,8 +46,11 @@ class UnitCosts:
     """Cost of one element per device: the profile seen through a wire format."""
 
     wire_bytes: float
+    """per element of B and of the result"""
+    a_bytes: float
+    """per element of A, which may travel in a format of its own"""
     down_s: Floats
-    """seconds to receive one operand element"""
+    """seconds to receive one operand element, of A and B in equal parts as in square blocks"""
     mac_s: Floats
     """seconds per multiply-add"""
     up_s: Floats
@@ -59,9 +63,15 @@ class UnitCosts:
     def __len__(self) -> int:
         return len(self.down_s)
 
+    @property
+    def operand_bytes(self) -> float:
+        """Bytes per operand element, of A and B in equal parts."""
+        return (self.a_bytes + self.wire_bytes) / 2
+
     def take(self, indices: Ints) -> UnitCosts:
         return UnitCosts(
             wire_bytes=self.wire_bytes,
+            a_bytes=self.a_bytes,
             down_s=self.down_s[indices],
             mac_s=self.mac_s[indices],
             up_s=self.up_s[indices],
@@ -74,9 +84,9 @@ class UnitCosts:
         return replace(self, memory_bytes=np.full(len(self), np.inf))
 
 
-def unit_costs(profiles: Profiles, wire: WireFormat, server: Server) -> UnitCosts:
-    """Costs of every device, then of the server itself if it computes."""
-    size = WIRE_BYTES[wire]
+def unit_costs(profiles: Profiles, wire: WireFormat, server: Server, a_wire: WireFormat | None = None) -> UnitCosts:
+    """Costs of every device, then of the server itself if it computes; A travels as `a_wire` if that is given."""
+    size, a_size = WIRE_BYTES[wire], WIRE_BYTES[a_wire or wire]
     own = 1 if server.flops_per_s > 0 else 0
 
     def column(values: Floats, servers: float) -> Floats:
@@ -84,7 +94,8 @@ def unit_costs(profiles: Profiles, wire: WireFormat, server: Server) -> UnitCost
 
     return UnitCosts(
         wire_bytes=size,
-        down_s=column(size / profiles.down_bytes_per_s, _NO_TRANSFER_S),
+        a_bytes=a_size,
+        down_s=column((a_size + size) / 2 / profiles.down_bytes_per_s, _NO_TRANSFER_S),
         mac_s=column(2.0 / profiles.flops_per_s, 2.0 / max(server.flops_per_s, 1.0)),
         up_s=column(size / profiles.up_bytes_per_s, _NO_TRANSFER_S),
         latency_s=column(profiles.latency_s, 0.0),
@@ -105,8 +116,12 @@ def finish_s(unit: UnitCosts, rows: Floats, cols: Floats, inner: Real) -> Floats
     return np.where(area > 0, unit.latency_s + np.maximum(down, busy * (1 + share * share)), 0.0)
 
 
-def row_costs_s(unit: UnitCosts, in_width: int, out_width: int) -> tuple[dict[Role, Floats], dict[Role, Floats]]:
+def row_costs_s(
+    unit: UnitCosts, in_width: int, out_width: int, dy_cost: float = 1.0
+) -> tuple[dict[Role, Floats], dict[Role, Floats]]:
     """A layer cut by tokens, with W held: seconds per token and fixed seconds of each device, by role.
+
+    An element of dY takes `dy_cost` times as long to receive as another.
 
     Per token a device is busy for the slowest of download, compute and upload; dW needs no download, as the device
     already has X and dY, and returns one partial sum of the size of W.
@@ -115,7 +130,7 @@ def row_costs_s(unit: UnitCosts, in_width: int, out_width: int) -> tuple[dict[Ro
     mac_s = unit.mac_s * (k * n)
     per_row: dict[Role, Floats] = {
         "forward": np.maximum(np.maximum(k * unit.down_s, mac_s), n * unit.up_s),
-        "grad_input": np.maximum(np.maximum(n * unit.down_s, mac_s), k * unit.up_s),
+        "grad_input": np.maximum(np.maximum(n * dy_cost * unit.down_s, mac_s), k * unit.up_s),
         "grad_weight": mac_s,
     }
     fixed: dict[Role, Floats] = {
@@ -135,8 +150,8 @@ def rows_beside_weights(unit: UnitCosts, in_width: int, out_width: int, *, sums:
 def transfers_bytes(unit: UnitCosts, rows: Floats, cols: Floats, inner: Real) -> tuple[Floats, Floats]:
     """Bytes down and up of each block."""
     area = rows * cols
-    edges = np.where(area > 0, rows + cols, 0.0)
-    return unit.remote * unit.wire_bytes * inner * edges, unit.remote * unit.wire_bytes * area
+    edges_bytes = np.where(area > 0, unit.a_bytes * rows + unit.wire_bytes * cols, 0.0)
+    return unit.remote * inner * edges_bytes, unit.remote * unit.wire_bytes * area
 
 
 def layer_bytes(linear: Linear, devices: int, wire: WireFormat) -> tuple[float, float]:
@@ -144,9 +159,10 @@ def layer_bytes(linear: Linear, devices: int, wire: WireFormat) -> tuple[float, 
 
     X and dY go down and Y and dX come up; a trained W goes to every device, and each returns its partial sum of dW.
     """
-    rows = linear.tokens * (linear.in_width + linear.out_width)
+    x, y = linear.tokens * linear.in_width, linear.tokens * linear.out_width
     weights = devices * linear.in_width * linear.out_width if "grad_weight" in linear.roles else 0
-    return WIRE_BYTES[wire] * (rows + weights), WIRE_BYTES[wire] * (rows + weights)
+    down = WIRE_BYTES[wire] * (x + weights) + WIRE_BYTES[dy_format(linear.is_head, wire)] * y
+    return down, WIRE_BYTES[wire] * (x + y + weights)
 
 
 def held_bytes(rows: int, cols: int, inner: int) -> int:
@@ -156,9 +172,9 @@ def held_bytes(rows: int, cols: int, inner: int) -> int:
 
 def block_memory_bytes(unit: UnitCosts, rows: Floats, cols: Floats, inner: Real) -> Floats:
     """The least memory for each block: complete operands, or panels and fp32 partial sums."""
-    whole = unit.wire_bytes * inner * (rows + cols) + _tiles_bytes(unit)
+    whole = unit.operand_bytes * inner * (rows + cols) + _tiles_bytes(unit)
     panel = np.minimum(inner, PANEL)
-    panels = unit.wire_bytes * panel * (rows + cols) + ACCUMULATOR_BYTES * rows * cols
+    panels = unit.operand_bytes * panel * (rows + cols) + ACCUMULATOR_BYTES * rows * cols
     return np.minimum(whole, panels)
 
 
@@ -197,8 +213,8 @@ def inner_within(unit: UnitCosts, deadline_s: Real, rows: Real, cols: Real) -> F
     share = np.minimum(down / np.maximum(2 * compute, _TINY), 1.0)
     computed = tau / np.maximum(down, compute * (1 + share * share))
     returned = np.where(2 * up <= tau, tau, 2 * np.sqrt(np.maximum(up * (tau - up), 0.0))) / down
-    whole = (unit.memory_bytes - _tiles_bytes(unit)) / (unit.wire_bytes * edges)
-    panel = (unit.memory_bytes - ACCUMULATOR_BYTES * area) / (unit.wire_bytes * edges)
+    whole = (unit.memory_bytes - _tiles_bytes(unit)) / (unit.operand_bytes * edges)
+    panel = (unit.memory_bytes - ACCUMULATOR_BYTES * area) / (unit.operand_bytes * edges)
     fits = np.where(panel >= PANEL, np.inf, np.maximum(np.maximum(whole, panel), 0.0))
     return np.minimum(np.minimum(computed, returned), fits)
 
@@ -315,8 +331,8 @@ def _best_inner_by_search(unit: UnitCosts, deadline_s: float, short: float, long
 
 def rows_that_fit(unit: UnitCosts, cols: Real, inner: Real) -> Floats:
     """The most rows whose block fits into each device's memory."""
-    whole = (unit.memory_bytes - _tiles_bytes(unit)) / (unit.wire_bytes * inner) - cols
-    strip = unit.wire_bytes * np.minimum(inner, PANEL)
+    whole = (unit.memory_bytes - _tiles_bytes(unit)) / (unit.operand_bytes * inner) - cols
+    strip = unit.operand_bytes * np.minimum(inner, PANEL)
     panels = (unit.memory_bytes - strip * cols) / (strip + ACCUMULATOR_BYTES * cols)
     return np.maximum(np.maximum(whole, panels), 0.0)
 
@@ -326,10 +342,10 @@ def _tiles_bytes(unit: UnitCosts) -> Floats:
 
 
 def _area_that_fits(unit: UnitCosts, short: Real, long: Real, inner: Real) -> Floats:
-    edges = (unit.memory_bytes - _tiles_bytes(unit)) / (unit.wire_bytes * inner)
+    edges = (unit.memory_bytes - _tiles_bytes(unit)) / (unit.operand_bytes * inner)
     side = np.minimum(edges / 2, short)
     whole = side * np.clip(edges - side, 0.0, long)
-    strip = unit.wire_bytes * np.minimum(inner, PANEL)
+    strip = unit.operand_bytes * np.minimum(inner, PANEL)
     side = (np.sqrt(strip * strip + ACCUMULATOR_BYTES * unit.memory_bytes) - strip) / ACCUMULATOR_BYTES
     tall = np.clip((unit.memory_bytes - strip * short) / (strip + ACCUMULATOR_BYTES * short), 0.0, long)
     panels = np.where(side > short, short * tall, side * side)

@@ -30,6 +30,11 @@ def stream_format(stream: Stream, wire: WireFormat) -> WireFormat:
             return wire
 
 
+def dy_format(is_head: bool, wire: WireFormat) -> WireFormat:
+    """Return the format of dY of a linear layer that is a product of its own."""
+    return stream_format("logit gradient" if is_head else "activation gradient", wire)
+
+
 def stream_bytes(stream: Stream, wire: WireFormat) -> float:
     """Bytes per number of a stream."""
     return WIRE_BYTES[stream_format(stream, wire)]

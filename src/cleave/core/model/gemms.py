@@ -42,6 +42,8 @@ class Linear:
     out_width: int
     roles: tuple[Role, ...] = ("forward", "grad_input", "grad_weight")
     """The roles to compute, in order."""
+    is_head: bool = False
+    """Whether Y are logits: their gradients may travel in a format of their own."""
 
     @property
     def gemms(self) -> dict[Role, Gemm]:
@@ -160,6 +162,7 @@ def decoder_linears(decoder: Decoder, tokens: int, *, is_trained: bool = True) -
                 in_width=decoder.in_width(group[0]),
                 out_width=sum(decoder.out_width(weight) for weight in group),
                 roles=roles if is_trained else ("forward",),
+                is_head=isinstance(sublayer, Head),
             )
 
 

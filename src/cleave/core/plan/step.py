@@ -18,6 +18,7 @@ from typing import Literal
 import numpy as np
 
 from cleave.core.cost.rates import Server
+from cleave.core.cost.streams import dy_format
 from cleave.core.cost.wire import PLAN_WIRE, WireFormat
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.gemms import Gemm, Role, StepGemm, attention_products, step_gemms
@@ -96,12 +97,14 @@ def plan_step(
 ) -> StepPlan:
     """Plan a step gemm by gemm; `grouped` merges projections that share an operand (q/k/v, gate/up) into one gemm."""
     server = server or Server()
-    plans: dict[Gemm, GemmPlan] = {}
+    plans: dict[tuple[Gemm, WireFormat], GemmPlan] = {}
     segments: list[PlannedGemm] = []
     for what in step_gemms(shape, tokens, grouped):
-        if what.gemm not in plans:
-            plans[what.gemm] = plan_gemm(profiles, what.gemm, wire=wire, server=server, split=split)
-        segments.append(PlannedGemm(what=what, plan=plans[what.gemm]))
+        a_wire = wire if what.role == "forward" else dy_format(what.segment == "head", wire)
+        key = (what.gemm, a_wire)
+        if key not in plans:
+            plans[key] = plan_gemm(profiles, what.gemm, wire=wire, a_wire=a_wire, server=server, split=split)
+        segments.append(PlannedGemm(what=what, plan=plans[key]))
     attention_flops = sum(product.flops for product in attention_products(shape, tokens, sequence))
     return StepPlan(
         shape=shape,

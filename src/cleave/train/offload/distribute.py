@@ -290,7 +290,10 @@ class _Site:
         modules = [site._module() for site in group]
         weights: list[torch.Tensor] = [module.weight for module in modules]  # type: ignore[union-attr, misc]
         trained = [weight.requires_grad and torch.is_grad_enabled() for weight in weights]
-        linear = _sizes(self.is_transposed, x, weights, wants_dx=x.requires_grad, wants_dw=any(trained))
+        is_head = any(site.is_head for site in group)
+        linear = _sizes(
+            self.is_transposed, x, weights, wants_dx=x.requires_grad, wants_dw=any(trained), is_head=is_head
+        )
         choice = offloading.choose(linear)
         if choice is None:
             return None
@@ -303,7 +306,7 @@ class _Site:
             dy_format=wire_format(
                 offloading.fleet,
                 dtype,
-                "logit gradient" if any(site.is_head for site in group) else "activation gradient",
+                "logit gradient" if is_head else "activation gradient",
             ),
             dtype=dtype,
             members=tuple(weights),
@@ -333,7 +336,13 @@ def _may_group(leader: _Site, site: _Site) -> bool:
 
 
 def _sizes(
-    is_transposed: bool, x: torch.Tensor, weights: list[torch.Tensor], *, wants_dx: bool, wants_dw: bool
+    is_transposed: bool,
+    x: torch.Tensor,
+    weights: list[torch.Tensor],
+    *,
+    wants_dx: bool,
+    wants_dw: bool,
+    is_head: bool,
 ) -> Linear:
     first: Role = "grad_input" if is_transposed else "forward"
     second: Role = "forward" if is_transposed else "grad_input"
@@ -347,4 +356,5 @@ def _sizes(
         in_width=weights[0].shape[1],
         out_width=sum(weight.shape[0] for weight in weights),
         roles=tuple(roles),
+        is_head=is_head and not is_transposed,
     )

@@ -34,6 +34,7 @@ from cleave.core.cost.gemm import (
     unit_costs,
 )
 from cleave.core.cost.rates import Server
+from cleave.core.cost.streams import dy_format
 from cleave.core.cost.wire import DEVICE_BYTES, WIRE_BYTES, WireFormat
 from cleave.core.fleet.profiles import DeviceId, Floats, Ints, Profiles
 from cleave.core.model.decoder import Range
@@ -115,7 +116,7 @@ def least_linear_s(profiles: Profiles, linear: Linear, wire: WireFormat) -> floa
     unit = unit_costs(_in_wire_bytes(profiles, wire), wire, Server())
     blocks_s = sum(bound_3d(unit, gemm, Server()) for gemm in linear.gemms.values())
     unit = unit_costs(profiles, wire, Server())
-    per_row, fixed, most = _row_costs(unit, linear)
+    per_row, fixed, most = _row_costs(unit, linear, _dy_cost(linear, wire))
     shares = fill(linear.tokens, fixed, per_row, most)
     if shares is None:
         return blocks_s
@@ -123,15 +124,20 @@ def least_linear_s(profiles: Profiles, linear: Linear, wire: WireFormat) -> floa
     return min(blocks_s, float((fixed + np.maximum(shares - 1, 0) * per_row)[shares > 0].max()))
 
 
-def _row_costs(unit: UnitCosts, linear: Linear) -> tuple[Floats, Floats, Floats]:
+def _row_costs(unit: UnitCosts, linear: Linear, dy_cost: float) -> tuple[Floats, Floats, Floats]:
     """Of all roles together, with W held: seconds per token, fixed seconds, and the most tokens that fit."""
-    per_row, fixed = row_costs_s(unit, linear.in_width, linear.out_width)
+    per_row, fixed = row_costs_s(unit, linear.in_width, linear.out_width, dy_cost)
     most = rows_beside_weights(unit, linear.in_width, linear.out_width, sums="grad_weight" in linear.roles)
     return _total(per_row, linear), _total(fixed, linear), most
 
 
 def _total(of: dict[Role, Floats], linear: Linear) -> Floats:
     return np.sum([of[role] for role in linear.roles], axis=0)
+
+
+def _dy_cost(linear: Linear, wire: WireFormat) -> float:
+    """Bytes of an element of dY over those of another."""
+    return WIRE_BYTES[dy_format(linear.is_head, wire)] / WIRE_BYTES[wire]
 
 
 def _worthwhile(profiles: Profiles, linear: Linear, wire: WireFormat, server: Server) -> Profiles:
@@ -161,7 +167,7 @@ def _least_s(unit: UnitCosts, gemm: Gemm, server: Server) -> float:
     if not np.isfinite(bound_s):
         return bound_s
     sides = np.sqrt(area_within(unit, bound_s, min(gemm.m, gemm.n), max(gemm.m, gemm.n), gemm.k))
-    moved_bytes = unit.wire_bytes * (2 * gemm.k * float(sides.sum()) + gemm.m * gemm.n)
+    moved_bytes = unit.operand_bytes * 2 * gemm.k * float(sides.sum()) + unit.wire_bytes * gemm.m * gemm.n
     return bound_s + len(unit) * server.task_s + moved_bytes * server.byte_s
 
 
@@ -188,7 +194,7 @@ def _by_rows(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPlan
     k, n = linear.in_width, linear.out_width
     unit = unit_costs(profiles, wire, Server())
     roles = linear.roles
-    per_row, fixed = row_costs_s(unit, k, n)
+    per_row, fixed = row_costs_s(unit, k, n, _dy_cost(linear, wire))
     if roles[0] != "grad_weight":
         fixed[roles[0]] = fixed[roles[0]] + unit.down_s * (k * n)  # the first gemm that needs W brings it along
     most = rows_beside_weights(unit, k, n, sums="grad_weight" in roles)
@@ -258,7 +264,8 @@ def _by_blocks(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPl
     seconds: dict[Role, float] = {}
     moved_bytes = 0.0
     for role, gemm in linear.gemms.items():
-        plan = plan_gemm(scaled, gemm, wire=wire)
+        a_wire = wire if role == "forward" else dy_format(linear.is_head, wire)
+        plan = plan_gemm(scaled, gemm, wire=wire, a_wire=a_wire)
         tiling = plan.tiling
         order = np.argsort(tiling.round, kind="stable")
         columns = (tiling.device[order], tiling.rows[order], tiling.cols[order], tiling.inner[order])
@@ -268,13 +275,13 @@ def _by_blocks(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPl
             for piece in fit(Block(names[int(device)], (r0, r1), (c0, c1), (k0, k1)), room_bytes[int(device)])
         )
         seconds[role] = plan.makespan_s
-        moved_bytes += WIRE_BYTES[wire] * sum(_moved_numbers(block) for block in blocks[role])
+        moved_bytes += sum(_moved_bytes(block, WIRE_BYTES[a_wire], WIRE_BYTES[wire]) for block in blocks[role])
     return LinearPlan(way="blocks", blocks=blocks, seconds=seconds, moved_bytes=moved_bytes)
 
 
-def _moved_numbers(block: Block) -> int:
+def _moved_bytes(block: Block, a_bytes: float, other_bytes: float) -> float:
     rows, cols, inner = (end - start for start, end in (block.rows, block.cols, block.inner))
-    return inner * (rows + cols) + rows * cols
+    return a_bytes * inner * rows + other_bytes * (inner * cols + rows * cols)
 
 
 def fit(block: Block, memory_bytes: float) -> list[Block]:

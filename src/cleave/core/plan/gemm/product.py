@@ -44,6 +44,8 @@ class GemmPlan:
 
     gemm: Gemm
     wire: WireFormat
+    a_wire: WireFormat
+    """Format of A: the wire, or that of the head's dY."""
     server: Server
     split: Literal["2d", "3d"]
     names: tuple[str, ...]
@@ -72,12 +74,16 @@ def plan_gemm(
     gemm: Gemm,
     *,
     wire: WireFormat = PLAN_WIRE,
+    a_wire: WireFormat | None = None,
     server: Server | None = None,
     split: Split = "auto",
 ) -> GemmPlan:
-    """Return the fastest plan found. Raises InfeasibleError if not even the smallest block fits a device."""
+    """Return the fastest plan found. Raises InfeasibleError if not even the smallest block fits a device.
+
+    A travels as `a_wire` if that is given.
+    """
     server = server or Server()
-    unit = unit_costs(profiles, wire, server)
+    unit = unit_costs(profiles, wire, server, a_wire)
     _check_memory(unit, profiles, gemm)
     best: _Candidate | None = None
     if split != "3d":
@@ -93,7 +99,7 @@ def plan_gemm(
             f"no plan fits gemm {gemm.m} x {gemm.n} x {gemm.k}: with {profiles.memory_bytes.max():.0f} bytes on the "
             f"largest device it would take more than {_MAX_ROUNDS} rounds; add devices with more memory"
         )
-    return _describe(profiles, unit, gemm, wire, server, best)
+    return _describe(profiles, unit, gemm, (wire, a_wire or wire), server, best)
 
 
 def plan_alone(unit: UnitCosts, gemm: Gemm) -> tuple[Tiling, float] | None:
@@ -237,7 +243,12 @@ def _server_s(unit: UnitCosts, tiling: Tiling, server: Server) -> float:
 
 
 def _describe(
-    profiles: Profiles, unit: UnitCosts, gemm: Gemm, wire: WireFormat, server: Server, best: _Candidate
+    profiles: Profiles,
+    unit: UnitCosts,
+    gemm: Gemm,
+    wires: tuple[WireFormat, WireFormat],
+    server: Server,
+    best: _Candidate,
 ) -> GemmPlan:
     tiling = best.tiling
     down, up = tiling.transfers_bytes(unit)
@@ -246,7 +257,8 @@ def _describe(
     names = (*profiles.names, SERVER) if server.flops_per_s > 0 else profiles.names
     return GemmPlan(
         gemm=gemm,
-        wire=wire,
+        wire=wires[0],
+        a_wire=wires[1],
         server=server,
         split=best.split,
         names=names,
@@ -304,7 +316,7 @@ def _check_memory(unit: UnitCosts, profiles: Profiles, gemm: Gemm) -> None:
     one = np.ones(len(unit))
     if (rows_that_fit(unit, one, float(gemm.k)) >= 1).any():
         return
-    need = unit.wire_bytes * min(gemm.k, 256) * 2 + 4
+    need = unit.operand_bytes * min(gemm.k, 256) * 2 + 4
     raise InfeasibleError(
         f"no plan fits gemm {gemm.m} x {gemm.n} x {gemm.k}: the smallest block needs {need} bytes, the largest device "
         f"offers {profiles.memory_bytes.max():.0f} bytes; add devices with more memory or check the memory_bytes column"

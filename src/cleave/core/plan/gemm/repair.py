@@ -63,7 +63,7 @@ def repair(plan: GemmPlan, profiles: Profiles, lost: Collection[str]) -> Repair:
         return Repair(blocks=missing, names=names, recovery_s=0.0, lost_blocks=0, by_mates=0)
     if not is_present.any():
         raise InfeasibleError("no device is left to take over the lost blocks; wait for one to join")
-    unit = unit_costs(profiles, plan.wire, server)
+    unit = unit_costs(profiles, plan.wire, server, plan.a_wire)
     best = _by_mates(unit, missing, plan.tiling, owner)
     if best[1] > plan.makespan_s * _FAST_ENOUGH:
         best = min(best, _by_helpers(unit, missing, np.flatnonzero(is_present)), key=lambda recovery: recovery[1])
