@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from tests.support.grids import covering_sample
+from tests.support.grids import covering_sample, is_exhaustive
 
 # Workers, servers and devices share the cores, and idle BLAS threads spin. BLAS reads these when it is loaded.
 for _variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
@@ -27,8 +27,17 @@ settings.load_profile("unhurried")
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` deselects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each case of a `grid` outside its covering sample as slow."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what only `make test-exhaustive` runs, such as cases of a `grid` outside its covering sample."""
+    _mark_cases_outside_samples(items)
+    if is_exhaustive() or any("[" in argument for argument in config.args):  # a case was asked for by its name
+        return
+    left_out = [item for item in items if item.get_closest_marker("exhaustive")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if not item.get_closest_marker("exhaustive")]
+
+
+def _mark_cases_outside_samples(items: list[pytest.Item]) -> None:
     grids: dict[tuple[str, int], list[pytest.Function]] = defaultdict(list)
     for item in items:
         mark = item.get_closest_marker("grid")
@@ -38,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         sample = set(covering_sample([_parameters(function) for function in functions], strength))
         for index, function in enumerate(functions):
             if index not in sample:
-                function.add_marker(pytest.mark.slow)
+                function.add_marker(pytest.mark.exhaustive)
 
 
 def _parameters(function: pytest.Function) -> dict[str, Hashable]:

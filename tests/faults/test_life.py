@@ -227,7 +227,7 @@ def test_a_device_disconnected_before_helping_waits_longer_each_time() -> None:
                 await flooder.task
                 if len(world.joined()) > stays:
                     break
-                assert "welcome again in" in flooder.ended
+                assert "may rejoin in" in flooder.ended
                 await asyncio.sleep(0.5)
             waits.append(world.loop.time() - started)
         assert waits[0] < waits[1] - 1.0 < waits[2] - 2.0, waits

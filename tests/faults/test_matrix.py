@@ -16,7 +16,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 import pytest
-from tests.support.grids import fast_and_slow
+from tests.support.grids import sample_and_rest
 from tests.support.virtual import run
 from tests.support.world import World, layer
 
@@ -44,7 +44,7 @@ ENDS: set[Kind] = {"vanish", "half-open", "stall", "torn-frame", "lie", "deaf"}
 
 
 def cells() -> list[Any]:
-    """Every kind of fault in every phase; `make test` runs each in one of its manners, in turn."""
+    """Every kind of fault in every phase; the sample has each in one of its manners, in turn."""
     found: list[Any] = []
     for kind in KINDS:
         for phase in PHASES:
@@ -54,7 +54,7 @@ def cells() -> list[Any]:
                 fault = Fault(kind=kind, phase=phase, after=after, manner=manner, seconds=_seconds(kind, after))
                 name = "-".join(filter(None, (kind, manner, phase, str(after))))
                 is_sample = index == (KINDS.index(kind) + PHASES.index(phase)) % len(manners)
-                found.append(pytest.param(fault, id=name, marks=() if is_sample else pytest.mark.slow))
+                found.append(pytest.param(fault, id=name, marks=() if is_sample else pytest.mark.exhaustive))
     return found
 
 
@@ -150,7 +150,7 @@ def test_two_simultaneous_faults_cost_only_time(pair: tuple[Fault, Fault], is_on
     virtually(main())
 
 
-@pytest.mark.parametrize("seed", fast_and_slow(range(4), range(4, 12)))
+@pytest.mark.parametrize("seed", sample_and_rest(range(4), range(4, 12)))
 def test_one_honest_device_among_many_faulty_ones_is_enough(seed: int) -> None:
     """Random scripts; a device that loses its connection rejoins, like `cleave join`, with a new script."""
     rng = np.random.default_rng(seed)

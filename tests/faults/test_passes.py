@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from tests.support import plans
 from tests.support.doomed import DoomedChannel, Moment
-from tests.support.grids import fast_and_slow
+from tests.support.grids import sample_and_rest
 from tests.support.plans import Layout
 from tests.support.stacks import SmallDecoder, decoder
 from tests.support.virtual import run
@@ -276,7 +276,7 @@ def test_the_only_device_leaves_returns_and_starts_over(moment: str, has_head: b
     virtually(main())
 
 
-@pytest.mark.parametrize("seed", fast_and_slow(range(2), range(2, 5)))
+@pytest.mark.parametrize("seed", sample_and_rest(range(2), range(2, 5)))
 def test_one_device_that_stays_is_enough_however_the_others_come_and_go(seed: int) -> None:
     rng = np.random.default_rng(seed)
     moments = list(MOMENTS.values())
@@ -528,7 +528,7 @@ def test_a_pass_is_right_with_just_enough_memory_and_fails_with_a_reason_below(
     virtually(main())
 
 
-@pytest.mark.parametrize("seed", fast_and_slow(range(4), range(4, 10)))
+@pytest.mark.parametrize("seed", sample_and_rest(range(4), range(4, 10)))
 def test_for_any_memory_sizes_the_model_fits_or_the_error_says_why(seed: int) -> None:
     """From too little for anything to enough for the whole model on each device."""
     rng, expected_here = np.random.default_rng(seed), with_room()

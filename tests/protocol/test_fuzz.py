@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.support import mutations, obedient
 from tests.support.connection import Connection, through
-from tests.support.grids import fast_and_slow
+from tests.support.grids import sample_and_rest
 
 from cleave.errors import ProtocolError
 from cleave.protocol import messages
@@ -188,7 +188,7 @@ def test_a_device_obeys_or_refuses_a_broken_server_within_its_memory(rng: random
     obedient.Device().obey(obedient.mishap(rng))
 
 
-@pytest.mark.parametrize("mishaps", fast_and_slow([600], [3000]))
+@pytest.mark.parametrize("mishaps", sample_and_rest([600], [3000]))
 def test_hundreds_of_broken_servers_crash_no_device_and_leak_nothing(mishaps: int) -> None:
     rng = random.Random(3)
     went_well = sum(obedient.Device().obey(obedient.mishap(rng)) for _ in range(mishaps))
@@ -225,7 +225,7 @@ def one_mutation(rng: random.Random) -> tuple[bool, bool, bool]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
-@pytest.mark.parametrize("mutated", fast_and_slow([20_000], [100_000]))
+@pytest.mark.parametrize("mutated", sample_and_rest([20_000], [100_000]))
 async def test_thousands_of_mutated_frames_crash_nothing_and_leak_nothing(mutated: int) -> None:
     rng = random.Random(20260)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 from tests.support.engine_driver import Device, NoNumbers
-from tests.support.grids import fast_and_slow
+from tests.support.grids import sample_and_rest
 from tests.support.virtual_fleet import Fleet, batch_of, decoder, uneven
 
 from cleave.core.cost.rates import Pace
@@ -24,7 +24,7 @@ from cleave.server.gemm.run import GemmRun
 DEVICES = 1000
 
 
-@pytest.mark.parametrize("departures", fast_and_slow([60], [0]))
+@pytest.mark.parametrize("departures", sample_and_rest([60], [0]))
 def test_a_gemm_step_on_a_thousand_devices_completes_despite_departures(departures: int) -> None:
     fleet = Fleet(uneven(DEVICES))
     tokens, width, out = 4096, 1024, 4096
@@ -40,7 +40,7 @@ def test_a_gemm_step_on_a_thousand_devices_completes_despite_departures(departur
     fleet.assert_nothing_is_left()
 
 
-@pytest.mark.parametrize("departures", fast_and_slow([40], [0]))
+@pytest.mark.parametrize("departures", sample_and_rest([40], [0]))
 def test_a_resident_pass_on_a_thousand_devices_completes_despite_departures(departures: int) -> None:
     fleet = Fleet(uneven(DEVICES))
     model = decoder()

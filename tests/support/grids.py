@@ -1,7 +1,8 @@
-"""Selects the test cases `make test` runs: from each grid, a sample that covers every combination of a few values.
+"""Selects the cases that represent a test: from each grid, a sample that covers every combination of a few values.
 
 Faults that need three particular values at once are rare compared to those that need two, and a grid of four axes has
-far more triples than pairs. So `make test` runs a sample of each grid, and `make test-all` the whole grid.
+far more triples than pairs. So `make test` and CI run a sample of each grid, of seeds and of generated examples, and
+`make test-exhaustive` runs all of them.
 """
 
 from __future__ import annotations
@@ -33,11 +34,16 @@ def _combinations(case: Case, strength: int) -> set[Combination]:
     return {frozenset(values) for values in combinations(case.items(), min(strength, len(case)))}
 
 
-def fast_and_slow(fast: Iterable[Any], slow: Iterable[Any]) -> list[Any]:
-    """Values of a parameter; only `make test-all` runs the slow ones."""
-    return [*fast, *(pytest.param(value, marks=pytest.mark.slow) for value in slow)]
+def sample_and_rest(sample: Iterable[Any], rest: Iterable[Any]) -> list[Any]:
+    """Values of a parameter; only `make test-exhaustive` runs the rest."""
+    return [*sample, *(pytest.param(value, marks=pytest.mark.exhaustive) for value in rest)]
 
 
 def examples(count: int) -> int:
-    """Return how many examples of a costly property to try: a third in `make test`, all in `make test-all`."""
-    return count if os.environ.get("CLEAVE_TESTS") == "all" else -(-count // 3)
+    """Return how many examples of a costly property to try: all in `make test-exhaustive`, else a third."""
+    return count if is_exhaustive() else -(-count // 3)
+
+
+def is_exhaustive() -> bool:
+    """Whether to run every case, as `make test-exhaustive` does."""
+    return os.environ.get("CLEAVE_TESTS") == "exhaustive"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.support.grids import fast_and_slow
 from transformers import AutoModelForCausalLM
 
 from cleave.errors import CleaveError, InputError
@@ -223,7 +222,10 @@ def test_a_kill_at_any_moment_costs_no_finished_save(tmp_path: Path) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "situations",
-    fast_and_slow([["over-damage"]], [["first", "next", "next-of-many", "same", "same-of-many"]]),
+    [
+        ["over-damage"],
+        pytest.param(["first", "next", "next-of-many", "same", "same-of-many"], marks=pytest.mark.slow),
+    ],
     ids=",".join,
 )
 def test_a_kill_before_any_disk_operation_leaves_an_intact_checkpoint(tmp_path: Path, situations: list[str]) -> None:

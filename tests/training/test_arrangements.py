@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.support.decoders import NAMES, llama, make, tokens
-from tests.support.grids import fast_and_slow
+from tests.support.grids import sample_and_rest
 from tests.support.in_process import ROOMY, InProcess, anyhow
 from torch import nn
 
@@ -192,7 +192,7 @@ def plain() -> list[float]:
     return losses(make("llama"))
 
 
-@pytest.mark.parametrize("devices", fast_and_slow([3], [1, 5]))
+@pytest.mark.parametrize("devices", sample_and_rest([3], [1, 5]))
 def test_losses_over_many_steps_equal_torchs(devices: int, plain: list[float]) -> None:
     with InProcess([ROOMY] * devices, arrange=anyhow(20 + devices, chunk=8)) as fleet:
         ours = losses(resident(make("llama"), fleet))
@@ -218,7 +218,7 @@ def wide() -> nn.Module:
     return llama(hidden_size=256, intermediate_size=1024, num_hidden_layers=2).train()
 
 
-@pytest.mark.parametrize("devices", fast_and_slow([3], [5]))
+@pytest.mark.parametrize("devices", sample_and_rest([3], [5]))
 def test_a_model_too_large_for_any_one_device_trains_on_several(devices: int) -> None:
     model = wide()
     trained = 2 * 4 * sum(p.numel() for name, p in model.named_parameters() if "embed" not in name)

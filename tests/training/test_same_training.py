@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.support.grids import fast_and_slow
+from tests.support.grids import sample_and_rest
 from tests.support.models import make, tokens
 from torch import nn
 
@@ -38,7 +38,7 @@ def plain() -> list[float]:
     return losses(make("wide-llama"))
 
 
-@pytest.mark.parametrize("devices", fast_and_slow([3], [1, 7]))
+@pytest.mark.parametrize("devices", sample_and_rest([3], [1, 7]))
 def test_losses_over_fp32_equal_plain_torch(devices: int, plain: list[float]) -> None:
     with Fleet.local(devices, wire="fp32", offload="always") as fleet:
         ours = losses(distribute(make("wide-llama"), fleet, grain="gemm"))

@@ -18,7 +18,7 @@ def add_to(add: AddVerb) -> None:
         help="measure this machine as a device",
         description="Measure this machine as a device: what a task costs whatever its size, FLOP/s on few and many "
         "rows, and what handling a byte costs, from a sweep over blocks of products and decoder blocks. Takes about 20 "
-        "seconds; other programs should rest.",
+        "seconds; close other programs first.",
         examples=(
             "cleave probe --out laptop.csv",
             "cleave emulate 127.0.0.1:7077 --fleet fleet.csv --calibrate laptop.csv",

@@ -26,8 +26,8 @@ def add_to(add: AddVerb) -> None:
         "train",
         help="train a model on a fleet",
         description="Train a model on a fleet of devices. Without arguments it is the demo: a small model, four device "
-        "processes on this machine, and the sources of Python's library as text. Settings can also come from a TOML "
-        "file, under their names here with _ for -.",
+        "processes on this machine, and the source code of Python's standard library as text. Settings can also come "
+        "from a TOML file, under their names here with _ for -.",
         usage="cleave train [RUN.toml] [OPTION ...]",
         examples=(
             "cleave train",
@@ -73,7 +73,7 @@ def _add_model(add: Callable[..., None]) -> None:
     add(
         "--data",
         "text, .jsonl or .parquet file, or a directory of them",
-        "the sources of Python's library",
+        "the source code of Python's standard library",
         metavar="PATH",
     )
     add("--steps", "optimizer updates in total", type=count, metavar="N")

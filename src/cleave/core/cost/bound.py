@@ -35,10 +35,13 @@ def bound_2d(unit: UnitCosts, gemm: Gemm, server: Server) -> float:
     return least_time(covered, target)
 
 
-def bound_3d(unit: UnitCosts, gemm: Gemm, server: Server) -> float:
-    """Seconds for blocks that may also split the inner dimension; ignores memory, so it holds for any rounds."""
+def bound_3d(unit: UnitCosts, gemm: Gemm, server: Server, tolerance: float = _TOLERANCE) -> float:
+    """Seconds for blocks that may also split the inner dimension; ignores memory, so it holds for any rounds.
+
+    At most `tolerance` of it too low, never too high.
+    """
     unit = unit.with_boundless_memory()
-    return least_time(lambda t: _capped_volume(unit, gemm, server, t), gemm.flops / 2)
+    return least_time(lambda t: _capped_volume(unit, gemm, server, t), gemm.flops / 2, tolerance)
 
 
 def holds_at_once(unit: UnitCosts, gemm: Gemm) -> bool:

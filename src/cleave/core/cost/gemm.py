@@ -279,6 +279,8 @@ def area_within(unit: UnitCosts, deadline_s: float, short: Real, long: Real, inn
     turn = line_s / area_s
     side = np.where(side <= turn, side, np.sqrt(np.maximum((tau - line_s * turn) / area_s, 0.0)))
     area = np.where(side > short, short * np.minimum(_rows_in_time(unit, deadline_s, short, inner), long), side * side)
+    if np.isposinf(unit.memory_bytes).all():
+        return area
     return np.minimum(area, _area_that_fits(unit, short, long, inner))
 
 

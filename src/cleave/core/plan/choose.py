@@ -128,6 +128,7 @@ class PassChoice:
     resident_s: float = math.inf
     """Seconds of the batch by the cost model; the same below."""
     gemm_s: float = math.inf
+    """A lower bound where that is enough to choose; infinite where gemms do not fit, or were not compared."""
     local_s: float = math.inf
 
     @property
@@ -158,7 +159,7 @@ def choose_pass(
 ) -> PassChoice:
     """Keep layers resident on devices, or compute them product by product, whichever takes less time.
 
-    With `must`, layers are resident wherever they fit. `previous` is kept unless another arrangement is clearly faster.
+    With `must`, layers are resident wherever they fit, and nothing is compared. `previous` is kept unless another arrangement is clearly faster.
     `audited` is the share of each device's work that this server recomputes, where it is not 0. `factors` say how far
     each grain's steps were off their model lately; the `standing` grain is kept unless another is clearly faster.
     """
@@ -177,8 +178,8 @@ def choose_pass(
         return seconds * factors.get(grain, 1.0) * (1.0 if grain != standing else WORTH_CHANGING)
 
     attention_s = work.attention_flops / local.flops_per_s
-    gemm_s = least_gemms_s(work, profiles, setting) + attention_s
-    could_win = not must and expected_s("gemm", gemm_s) < expected_s("resident", resident_s)
+    gemm_s = math.inf if must else least_gemms_s(work, profiles, setting) + attention_s
+    could_win = expected_s("gemm", gemm_s) < expected_s("resident", resident_s)
     if could_win:
         gemm_s = gemms_s(work, profiles, setting) + attention_s
     limit = f"limit: {plan.limit}" + (f"; {audits_s:.3g} s of audits" if audits_s else "")
@@ -191,13 +192,14 @@ def choose_pass(
         return PassChoice(
             is_resident=False, plan=None, reason=reason, resident_s=resident_s, gemm_s=gemm_s, local_s=local_s
         )
-    beside = (
-        "gemms do not fit" if gemm_s == math.inf else f"{'' if could_win else 'at least '}{gemm_s:.3g} s with gemms"
-    )
+    beside = ""
+    if not must:
+        at_least = "" if could_win else "at least "
+        beside = ", gemms do not fit" if gemm_s == math.inf else f", {at_least}{gemm_s:.3g} s with gemms"
     if local_s < math.inf:
         beside += f", {local_s:.3g} s on this server alone"
     held = "; ".join(_described(stage, work.decoder) for stage in plan.stages)
-    reason = f"predicted {resident_s:.3g} s a step ({limit}), {beside}; chunks of {plan.chunk} tokens; {held}"
+    reason = f"predicted {resident_s:.3g} s a step ({limit}){beside}; chunks of {plan.chunk} tokens; {held}"
     return PassChoice(is_resident=True, plan=plan, reason=reason, resident_s=resident_s, gemm_s=gemm_s, local_s=local_s)
 
 

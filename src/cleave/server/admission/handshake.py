@@ -89,7 +89,7 @@ async def welcome(
             party = "" if own or doorkeeper.keys.is_lent(key) else key or group_of(channel.address)
             pause_s = roster.pause_s(name, channel.address, party, asyncio.get_running_loop().time())
             if pause_s:
-                again = f"its last stay, or one with its token, held up the others; welcome again in {pause_s:.0f} s"
+                again = f"this device, or one with its token, held up the others; it may rejoin in {pause_s:.0f} s"
                 await channel.send(messages.Bye(reason=again, rejoin=True))
                 return None
             channel.allow(_PAYLOAD_BYTES)

@@ -44,6 +44,7 @@ from cleave.errors import InfeasibleError
 
 _MIN_SPEEDUP = 1.15  # blocks must be this much faster than rows, which keeps plans stable
 _LEAST_DEVICES = 4  # fewer are not tried: the server's part is small then
+_ROUGHLY = 0.01  # how much too low a bound may be that decides whether to plan at all
 
 
 class Extent(NamedTuple):
@@ -114,7 +115,7 @@ def plan_linear(
 def least_linear_s(profiles: Profiles, linear: Linear, wire: WireFormat) -> float:
     """Seconds that no plan for the layer can beat; found in milliseconds, where a plan takes seconds."""
     unit = unit_costs(_in_wire_bytes(profiles, wire), wire, Server())
-    blocks_s = sum(bound_3d(unit, gemm, Server()) for gemm in linear.gemms.values())
+    blocks_s = sum(bound_3d(unit, gemm, Server(), _ROUGHLY) for gemm in linear.gemms.values())
     unit = unit_costs(profiles, wire, Server())
     per_row, fixed, most = _row_costs(unit, linear, _dy_cost(linear, wire))
     shares = fill(linear.tokens, fixed, per_row, most)
