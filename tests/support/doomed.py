@@ -15,11 +15,11 @@ import numpy as np
 
 from cleave.protocol.frames import Buffer
 from cleave.protocol.messages import AnyMessage, Failed, Result, RunTask
-from cleave.protocol.programs import Backward, Collect, Forward, Hold, Program, SquareSum, Update
+from cleave.protocol.programs import Backward, Collect, Copy, Forward, Hold, Program, SquareSum, Update
 from cleave.transport.base import Channel, Received
 from cleave.transport.faulty import FaultyChannel
 
-Kind = Literal["forward", "backward", "collect", "gemm", "hold", "square_sum", "update"]
+Kind = Literal["forward", "backward", "collect", "gemm", "hold", "square_sum", "update", "copy"]
 When = Literal["told", "returning", "returned"]
 
 
@@ -94,5 +94,7 @@ def _kind(program: Program) -> Kind:
             return "square_sum"
         case Update():
             return "update"
+        case Copy():
+            return "copy"
         case _:
             return "gemm"

@@ -1,13 +1,15 @@
 """Errands: one small program each for certain devices, such as an update of leased weights, and what they return.
 
-Unlike a pass or a product, an errand can be done by its own device alone. If one cannot be done, the others still are,
-so that it is known what every remaining device did; then the run ends with LeaseLost. Errands run beside passes; a
-device gets its tasks by priority, then in the order in which they were submitted. Knows no leases; `lease.py` words the
-errands.
+Unlike a pass or a product, an errand can be done by its own device alone. If one cannot be done, those of other devices
+still are, so that it is known what every remaining device did; then the run ends with LeaseLost. Errands run beside
+passes; a device gets its tasks by priority, then in the order in which they were submitted. Errands in the background
+are submitted one at a time, so that they take no more than one of the few places for tasks under way. Knows no leases;
+`lease.py` words the errands.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from typing import cast
 import numpy as np
 
 from cleave.core.cost.wire import DEVICE_BYTES, WireFormat, encoded_bytes
+from cleave.core.plan.resident.timeline import AHEAD, BACKWARD
 from cleave.core.schedule.rectangles import Rectangle
 from cleave.core.schedule.tasks import (
     Accept,
@@ -51,6 +54,10 @@ class Errand:
     rows: int = 1
     cols: int = 1
     flops: float = 0.0
+    is_urgent: bool = True
+    """Goes before passes; else when links have nothing else to do."""
+    is_pressing: bool = True
+    """Whether `settled` waits for it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -94,7 +101,7 @@ class ErrandResults:
 
 
 class ErrandRun:
-    """A run of errands. `done` has what they return, in their order."""
+    """A run of errands. `done` has what they return, in their order; `settled` is done when the pressing ones are."""
 
     is_exclusive = False
 
@@ -103,17 +110,31 @@ class ErrandRun:
         assign: Callable[[], Sequence[Errand]],
         lost: Callable[[DeviceId], None],
         *,
-        priority: int,
         ids: Iterator[int],
         fleet: FleetView,
+        is_in_turn: bool = False,
     ) -> None:
-        """`assign` words the errands when the run begins, in the engine's thread; `lost` hears of failed devices."""
+        """`assign` words the errands when the run begins, in the engine's thread; `lost` hears of failed devices.
+
+        With `is_in_turn`, a device gets one errand after the other, pressing ones first.
+        """
         self.results = ErrandResults()
         self.done: Future[list[Matrix]] = Future()
-        self._assign, self._lost, self._priority, self._ids, self._fleet = assign, lost, priority, ids, fleet
+        self.settled: Future[None] = Future()
+        self._assign, self._lost, self._ids, self._fleet = assign, lost, ids, fleet
+        self._is_in_turn = is_in_turn
         self._errands: Sequence[Errand] = ()
-        self._open = self._keeping = 0
+        self._waiting: dict[DeviceId, deque[int]] = {}
+        """Errands not submitted yet, by number."""
+        self._running: dict[DeviceId, set[int]] = {}
+        self._open = self._pressing = self._keeping = 0
         self._fault = ""
+        self._is_over = False
+
+    @property
+    def is_done(self) -> bool:
+        """Whether its caller has everything, or the error."""
+        return self.done.done()
 
     def format(self, task: Task) -> WireFormat:
         return _FORMAT
@@ -124,24 +145,36 @@ class ErrandRun:
     def begin(self, now: float) -> Requests:
         self._errands = self._assign()
         self.results.expect(self._errands)
-        tasks: list[Task] = []
-        for number, errand in enumerate(self._errands):
-            if all(self._fleet.holds(errand.device, operand) for operand in errand.held):
-                tasks.append(self._task(number, errand))
-            else:
-                self._lose(errand.device, "no longer holds what it was lent")
-        self._open = len(tasks)
-        yield TasksSubmitted(tuple(tasks))
+        for number in sorted(range(len(self._errands)), key=lambda number: not self._errands[number].is_pressing):
+            self._waiting.setdefault(self._errands[number].device, deque()).append(number)
+        self._open, self._pressing = len(self._errands), sum(errand.is_pressing for errand in self._errands)
+        for device in list(self._waiting):
+            yield from self._submit(device)
         yield from self._finish()
 
+    def _submit(self, device: DeviceId) -> Requests:
+        """Submit a device's errands, or the next of them."""
+        waiting, running = self._waiting[device], self._running.setdefault(device, set())
+        tasks: list[Task] = []
+        while waiting and not (self._is_in_turn and running):
+            errand = self._errands[waiting[0]]
+            if not all(self._fleet.holds(device, operand) for operand in errand.held):
+                self._lose(device, "no longer holds what it was lent")
+                break
+            number = waiting.popleft()
+            running.add(number)
+            tasks.append(self._task(number, errand))
+        if tasks:
+            yield TasksSubmitted(tuple(tasks))
+
     def _task(self, number: int, errand: Errand) -> Task:
-        id = TaskId(next(self._ids))
-        message = messages.RunTask(task=id, priority=self._priority, format=_FORMAT, program=errand.program)
+        id, priority = TaskId(next(self._ids)), BACKWARD if errand.is_urgent else AHEAD
+        message = messages.RunTask(task=id, priority=priority, format=_FORMAT, program=errand.program)
         return Task(
             id=id,
             device=errand.device,
             group=self,
-            priority=self._priority,
+            priority=priority,
             operands=errand.operands,
             rows=errand.rows,
             cols=errand.cols,
@@ -153,20 +186,35 @@ class ErrandRun:
         )
 
     def accepted(self, accept: Accept, payload: object, now: float) -> Requests:
-        self._open -= accept.finished
+        number = cast("_ErrandWork", accept.task.work).number
         self._keeping += 1
-        yield Keep(self, _Part(cast("_ErrandWork", accept.task.work).number, accept.part, payload))
+        yield Keep(self, _Part(number, accept.part, payload))
+        if accept.finished:
+            device = accept.task.device
+            self._running[device].remove(number)
+            self._close(number)
+            yield from self._submit(device)
 
     def kept(self, item: object, now: float) -> Requests:
         self._keeping -= 1
         yield from self._finish()
 
     def _finish(self) -> Requests:
-        if not self._open and not self._keeping:
-            yield End(self)
-            yield (
-                Reject(self.done, LeaseLost(self._fault)) if self._fault else Resolve(self.done, self.results.matrices)
-            )
+        """Say what is complete."""
+        if not self._pressing and not self._fault:
+            yield Resolve(self.settled, None)
+        if self._open or self._keeping or self._is_over:
+            return
+        self._is_over = True
+        yield End(self)
+        if self._fault:
+            yield from self._reject(LeaseLost(self._fault))
+        else:
+            yield Resolve(self.done, self.results.matrices)
+
+    def _reject(self, error: CleaveError) -> Requests:
+        yield Reject(self.settled, error)
+        yield Reject(self.done, error)
 
     def spoiled(self, item: object, reason: str, now: float) -> Requests:
         assert isinstance(item, _Part)
@@ -176,13 +224,22 @@ class ErrandRun:
 
     def orphaned(self, orphans: Sequence[Orphan], device: DeviceId | None, now: float) -> Requests:
         for orphan in orphans:
-            self._open -= 1
+            number = cast("_ErrandWork", orphan.task.work).number
+            self._running[orphan.task.device].remove(number)
+            self._close(number)
             self._lose(orphan.task.device, "left, or could not do what it was asked")
         yield from self._finish()
 
     def _lose(self, device: DeviceId, reason: str) -> None:
         self._fault = f"{device} {reason}"
+        for number in self._waiting.pop(device):
+            self._close(number)
+        self._waiting[device] = deque()
         self._lost(device)
+
+    def _close(self, number: int) -> None:
+        self._open -= 1
+        self._pressing -= self._errands[number].is_pressing
 
     def left(self, device: DeviceId, now: float) -> Requests:
         return ()
@@ -197,8 +254,9 @@ class ErrandRun:
         return ()
 
     def fail(self, error: CleaveError) -> Requests:
+        self._is_over = True
         yield GroupsAbandoned((self,))
-        yield Reject(self.done, error)
+        yield from self._reject(error)
 
     def planned(self, plan: object, now: float) -> Requests:
         raise AssertionError("errands need no plan")
@@ -213,4 +271,8 @@ class ErrandRun:
         raise AssertionError("tasks bound to a device are not hedged")
 
     def prompted(self, request: object, now: float) -> Requests:
-        raise AssertionError("an errand takes no further requests")
+        """End early: nobody needs the rest."""
+        assert isinstance(request, LeaseLost)
+        if not self._is_over:
+            yield from self.fail(request)
+            yield End(self)

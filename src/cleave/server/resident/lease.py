@@ -6,6 +6,9 @@ sums of squares for clipping, and reads weights and states back when somebody ne
 decides when. Until then this process's own copies are old. A device that leaves takes its weights with it: requests and
 passes then end with LeaseLost, and the caller recovers.
 
+A snapshot is such a reading in idle link time: the device copies what fits beside the passes, so that updates can go
+on, and sends the copies up when its link has nothing else to do; the next update waits for what does not fit.
+
 Operands get their identities in the engine's thread; everything else is called from the caller's.
 """
 
@@ -20,15 +23,15 @@ from typing import Protocol
 
 import numpy as np
 
-from cleave.core.cost.update import update_flops
+from cleave.core.cost.update import copy_flops, update_flops
+from cleave.core.cost.wire import DEVICE_BYTES
 from cleave.core.model.decoder import Decoder, View
 from cleave.core.model.update_rule import Rule
 from cleave.core.plan.resident.stages import ResidentPlan
-from cleave.core.plan.resident.timeline import BACKWARD
 from cleave.core.schedule.tasks import DeviceId, Operand
 from cleave.errors import LeaseLost
 from cleave.protocol.numbers import Matrix
-from cleave.protocol.programs import Collect, Hold, Leased, SquareSum, Update
+from cleave.protocol.programs import Collect, Copy, Hold, Leased, SquareSum, Update
 from cleave.server.contract import EngineEvent, Prompted, Run, RunSubmitted
 from cleave.server.fleet_view import FleetView
 from cleave.server.operands import Operands, Tensor
@@ -39,7 +42,7 @@ Lent = tuple[Tensor, ...]
 
 
 class LeasedRun(Run, Protocol):
-    """A pass under a lease."""
+    """A pass under a lease, or a snapshot."""
 
     @property
     def is_done(self) -> bool: ...
@@ -52,6 +55,17 @@ class ParameterValues:
     weight: Matrix
     states: tuple[Matrix, ...]
     gradient: Matrix | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Snapshot:
+    """Weights and states as they were at one moment, on their way here."""
+
+    done: Future[list[Matrix]]
+    """What they are; `Lease.values` reads it."""
+    settled: Future[None]
+    """Done when updates may go on."""
+    cancel: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,6 +112,9 @@ class Lease:
         """Devices that failed a request: what they hold is unknown."""
         self._pieces: dict[View, _Piece] = {}
         self._accumulators: dict[View, Operand] = {}
+        self._spare_bytes: dict[DeviceId, int] = {}
+        """Memory that the last pass left free on a device, apart from copies."""
+        self._copies: dict[Operand, DeviceId] = {}
 
     # -------------------------------------------------------------------------------------------- any thread
 
@@ -146,6 +163,19 @@ class Lease:
             )
         return found
 
+    def snapshot(self, parameters: Collection[int]) -> Snapshot:
+        """Request weights and states as the updates requested so far leave them, in idle link time."""
+        copies: list[Operand] = []
+
+        def assign() -> list[Errand]:
+            return self._snapping(parameters, copies)
+
+        run = ErrandRun(assign, self._lost.add, ids=self._ids, fleet=self._fleet, is_in_turn=True)
+        run.done.add_done_callback(lambda _: self._drop_copies(copies))
+        self._runs.add(run)
+        self._post(RunSubmitted(run))
+        return Snapshot(run.done, run.settled, lambda: self._post(Prompted(run, LeaseLost("nobody needs it"))))
+
     def clear_gradients(self) -> None:
         """Start the next pass from zero gradients."""
         dropped, self._accumulators = self._accumulators, {}
@@ -153,7 +183,7 @@ class Lease:
             self._operands.drop(dropped.values())
 
     def end(self) -> None:
-        """End passes under the lease and release everything on devices; tensors go when nothing refers to them."""
+        """End passes and snapshots and release everything on devices; tensors go when nothing refers to them."""
         self._is_over = True
         for run in [run for run in self._runs if not run.is_done]:
             self._post(Prompted(run, LeaseLost("the lease ended")))
@@ -165,7 +195,7 @@ class Lease:
         self._runs.add(run)
 
     def _run(self, assign: Callable[[], list[Errand]]) -> Future[list[Matrix]]:
-        run = ErrandRun(assign, self._lost.add, priority=BACKWARD, ids=self._ids, fleet=self._fleet)
+        run = ErrandRun(assign, self._lost.add, ids=self._ids, fleet=self._fleet)
         self._post(RunSubmitted(run))
         return run.done
 
@@ -206,9 +236,23 @@ class Lease:
             self._accumulators[view] = self._operands.made(self._pieces[view].weight.bytes)
         return self._accumulators[view]
 
-    def states_bytes(self, device: DeviceId) -> int:
-        """Memory that optimizer states take on a device."""
-        return sum(state.bytes for piece in self._pieces.values() if piece.device == device for state in piece.states)
+    def kept_bytes(self, device: DeviceId) -> int:
+        """Memory that optimizer states take on a device, and copies of a snapshot under way."""
+        states = sum(state.bytes for piece in self._pieces.values() if piece.device == device for state in piece.states)
+        return states + self._copied_bytes(device)
+
+    def passes_leave(self, device: DeviceId, free_bytes: int) -> None:
+        """Note the memory that passes leave free on a device, with what is kept there now."""
+        self._spare_bytes[device] = free_bytes + self._copied_bytes(device)
+
+    def _copied_bytes(self, device: DeviceId) -> int:
+        return sum(operand.bytes for operand, owner in list(self._copies.items()) if owner == device)
+
+    def _drop_copies(self, copies: list[Operand]) -> None:
+        for operand in copies:
+            del self._copies[operand]
+        if copies:
+            self._operands.drop(copies)
 
     def _sending(self) -> list[Errand]:
         for view, device in self._device.items():
@@ -251,28 +295,49 @@ class Lease:
 
     def _reading(self, parameters: Collection[int], gradients: bool) -> list[Errand]:
         errands: list[Errand] = []
-        for number in sorted(parameters):
-            for view in self.views(number):
-                piece = self._pieces[view]
-                wanted = (*piece.operands, self.accumulator(view)) if gradients else piece.operands
-                errands += [
-                    Errand(
-                        device=piece.device,
-                        program=Collect(accumulator=operand.id, rows=view.height, cols=view.width),
-                        operands=(operand,),
-                        held=(operand,),
-                        rows=view.height,
-                        cols=view.width,
-                    )
-                    for operand in wanted
-                ]
+        for piece in self._pieces_with(parameters):
+            wanted = (*piece.operands, self.accumulator(piece.view)) if gradients else piece.operands
+            errands += [_collect(piece, operand) for operand in wanted]
         return errands
+
+    def _snapping(self, parameters: Collection[int], copies: list[Operand]) -> list[Errand]:
+        """Word the errands of a snapshot: what `_reading` collects, in that order, from copies as far as they fit."""
+        errands: list[Errand] = []
+        copied: dict[DeviceId, list[tuple[Operand, Operand]]] = {}
+        for piece in self._pieces_with(parameters):
+            device = piece.device
+            for operand in piece.operands:
+                if self._copied_bytes(device) + operand.bytes <= self._spare_bytes.get(device, 0):
+                    copy = self._operands.made(operand.bytes)
+                    copies.append(copy)
+                    self._copies[copy] = device
+                    copied.setdefault(device, []).append((operand, copy))
+                    collect = replace(_collect(piece, copy), held=(operand,), is_pressing=False)
+                else:
+                    collect = _collect(piece, operand)
+                errands.append(replace(collect, is_urgent=False))
+        for device, pairs in copied.items():
+            used = tuple(operand for pair in pairs for operand in pair)
+            program = Copy(copies=tuple((operand.id, copy.id) for operand, copy in pairs))
+            flops = copy_flops(sum(copy.bytes for _, copy in pairs) // DEVICE_BYTES)
+            held = tuple(operand for operand, _ in pairs)
+            errands.append(Errand(device=device, program=program, operands=used, held=held, flops=flops))
+        return errands
+
+    def _pieces_with(self, parameters: Collection[int]) -> list[_Piece]:
+        return [self._pieces[view] for number in sorted(parameters) for view in self.views(number)]
 
     def _pieces_of(self, device: DeviceId) -> list[_Piece]:
         return [piece for piece in self._pieces.values() if piece.device == device]
 
     def _slice(self, tensor: Tensor, view: View) -> Operand:
         return replace(self._operands.slice(tensor, view.rows, view.cols).operand, is_kept=True)
+
+
+def _collect(piece: _Piece, operand: Operand) -> Errand:
+    rows, cols = piece.view.height, piece.view.width
+    program = Collect(accumulator=operand.id, rows=rows, cols=cols)
+    return Errand(device=piece.device, program=program, operands=(operand,), held=(operand,), rows=rows, cols=cols)
 
 
 def _empty(decoder: Decoder, number: int) -> Matrix:

@@ -136,7 +136,7 @@ class ResidentTasks:
             bare = [self.need_bytes(shard, 0) for shard, _ in shards]
             for (shard, holding), need in zip(shards, bare, strict=True):
                 others = kept - self.held[shard].demand.trained_bytes  # what its other shards keep,
-                others += 0 if self._lease is None else self._lease.states_bytes(device)
+                others += 0 if self._lease is None else self._lease.kept_bytes(device)
                 others += max(bare) - need  # and what the largest of them needs to run
                 keeps, room = holding.keeps if self._may_keep else "nothing", memory_bytes(device) - others
                 slots = self._slots(shard, room, len(shards), keeps)
@@ -144,6 +144,9 @@ class ResidentTasks:
                     keeps, slots = "nothing", self._slots(shard, room, len(shards))
                 if slots:
                     pipeline.desks.add(shard, Desk(device, slots, max(holding.sequences, _LEAST_SPEED), keeps))
+            if self._lease is not None:
+                free = memory_bytes(device) - self._lease.kept_bytes(device) - self._taken_bytes(device, pipeline)
+                self._lease.passes_leave(device, free)
         for shard in pipeline.unserved:
             holdings = self._plan.stages[self._stage[shard]].columns[shard.index].holdings
             offered = max(memory_bytes(holding.device) for holding in holdings)
@@ -154,8 +157,11 @@ class ResidentTasks:
 
     def slots_beside(self, shard: Shard, device: DeviceId, memory_bytes: int, pipeline: Pipeline) -> int:
         """Number of sequences of a shard that a device could have open beside what it already serves."""
-        taken = sum(self.need_bytes(other, desk.slots, desk.keeps) for other, desk in pipeline.desks.of(device))
-        return self._slots(shard, memory_bytes - taken, 1)
+        return self._slots(shard, memory_bytes - self._taken_bytes(device, pipeline), 1)
+
+    def _taken_bytes(self, device: DeviceId, pipeline: Pipeline) -> int:
+        """Memory that the shards a device serves take, with as many sequences as it may have open."""
+        return sum(self.need_bytes(shard, desk.slots, desk.keeps) for shard, desk in pipeline.desks.of(device))
 
     def _slots(self, shard: Shard, memory_bytes: int, shared_by: int, keeps: Keeping = "nothing") -> int:
         demand, most = self.held[shard].demand, self._batch.sequences

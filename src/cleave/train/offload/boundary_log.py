@@ -1,17 +1,17 @@
 # pyright: standard
 """What crossed the borders of leased stages since this process last had their weights: enough to do it all again.
 
-Per pass and leased stage, the input and the gradient of the output, as they were on the wire; between passes, the
-updates. From old weights and this log, the present ones follow exactly. The log is in memory up to a budget, then in a
-temporary file up to another; when both are used up, LogFullError tells the caller to fetch the weights instead.
+A step of the log is the passes since the update before, and the update: per pass and leased stage, the input and the
+gradient of the output, as they were on the wire. From the weights before a step and the log from there on, the present
+ones follow exactly. Each stage is forgotten by itself, up to where its weights are here. The log has budgets
+(`spool.py`); when they are used up, LogFullError tells the caller to fetch the weights instead.
 """
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import IO, Any
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -20,67 +20,67 @@ from cleave.core.cost.wire import WireFormat
 from cleave.core.model.batch import Batch, Matrix
 from cleave.core.model.shard import Shard
 from cleave.core.model.update_rule import Rule
-from cleave.protocol.numbers import Codec, Encoded
+from cleave.protocol.numbers import Codec
+from cleave.train.offload.spool import Spool, SpoolFullError, Stored
 
 MEMORY_BYTES = 256 << 20
+
+Rules = Mapping[int, tuple[Rule, float]]
+"""Parameter -> rule, and what gradients were multiplied by besides the factors of their passes."""
 
 
 class LogFullError(Exception):
     """There is no room for another pass; the reason in words."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    """An encoded matrix, in memory or at a place in the file."""
-
-    rows: int
-    cols: int
-    format: WireFormat
-    encoded: Encoded | None
-    place: tuple[int, int] = (0, 0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoggedPass:
     batch: Batch[Any]
     """Without numbers of its own but targets, scales, mask and positions."""
     factor: float
     """What its gradients were multiplied by."""
-    borders: Mapping[Shard, tuple[_Stored, _Stored | None]]
-    parameters: Mapping[int, _Stored]
+    borders: dict[Shard, tuple[Stored, Stored | None]]
+    """Of stages that are not forgotten."""
+    parameters: Mapping[int, Stored]
     """Those that changed without an update in this log."""
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedUpdate:
-    rules: Mapping[int, tuple[Rule, float]]
-    """Parameter -> rule, and what gradients were multiplied by besides the factors of their passes."""
+@dataclass(slots=True, eq=False)
+class LoggedStep:
+    passes: list[LoggedPass] = field(default_factory=list)
+    rules: Rules = field(default_factory=dict)
 
 
 class BoundaryLog:
     def __init__(
         self, codec: Codec, format: WireFormat, *, memory_bytes: int = MEMORY_BYTES, disk_bytes: float = LIVE_LOG_BYTES
     ) -> None:
-        self._codec, self._memory_bytes, self._disk_bytes = codec, memory_bytes, disk_bytes
+        self._codec, self._spool = codec, Spool(memory_bytes=memory_bytes, disk_bytes=disk_bytes)
         self._format: WireFormat = format
-        self.records: list[LoggedPass | LoggedUpdate] = []
-        self._file: IO[bytes] | None = None
-        self._in_memory = self._on_disk = 0
+        self._steps: list[LoggedStep] = []
+        """Those that ended with an update."""
+        self._first = 0
+        """Position of the first of them."""
+        self._open = LoggedStep()
 
     @property
     def bytes(self) -> int:
-        return self._in_memory + self._on_disk
+        return self._spool.bytes
+
+    @property
+    def position(self) -> int:
+        """Updates so far."""
+        return self._first + len(self._steps)
 
     @property
     def open_passes(self) -> list[LoggedPass]:
         """Passes since the last update."""
-        last = max((i for i, one in enumerate(self.records) if isinstance(one, LoggedUpdate)), default=-1)
-        return [one for one in self.records[last + 1 :] if isinstance(one, LoggedPass)]
+        return self._open.passes
 
-    @property
-    def finished(self) -> list[LoggedPass | LoggedUpdate]:
-        """Everything up to the last update."""
-        return self.records[: len(self.records) - len(self.open_passes)]
+    def steps(self, position: int) -> list[LoggedStep]:
+        """Steps from a position on, up to the last update."""
+        assert position >= self._first, "later steps alone are here"
+        return self._steps[position - self._first :]
 
     def add_pass(
         self,
@@ -90,16 +90,27 @@ class BoundaryLog:
         parameters: Mapping[int, tuple[Matrix, WireFormat]],
     ) -> None:
         """Keep a pass; LogFullError if there is no room for it."""
-        wire = self._format
-        kept = {
-            shard: (self._store(x, wire), None if dy is None else self._store(dy, wire)) for shard, x, dy in borders
-        }
-        changed = {number: self._store(*given) for number, given in parameters.items()}
-        bare = replace(batch, x=np.empty((0, batch.x.shape[1]), np.float32), operands=())
-        self.records.append(LoggedPass(batch=bare, factor=factor, borders=kept, parameters=changed))
+        stored: list[Stored] = []
 
-    def add_update(self, rules: Mapping[int, tuple[Rule, float]]) -> None:
-        self.records.append(LoggedUpdate(dict(rules)))
+        def store(matrix: Matrix, format: WireFormat) -> Stored:
+            stored.append(self._store(matrix, format))
+            return stored[-1]
+
+        wire = self._format
+        try:
+            kept = {shard: (store(x, wire), None if dy is None else store(dy, wire)) for shard, x, dy in borders}
+            changed = {number: store(*given) for number, given in parameters.items()}
+        except SpoolFullError as full:
+            for one in stored:
+                self._spool.free(one)
+            raise LogFullError(str(full)) from full
+        bare = replace(batch, x=np.empty((0, batch.x.shape[1]), np.float32), operands=())
+        self._open.passes.append(LoggedPass(batch=bare, factor=factor, borders=kept, parameters=changed))
+
+    def add_update(self, rules: Rules) -> None:
+        self._open.rules = dict(rules)
+        self._steps.append(self._open)
+        self._open = LoggedStep()
 
     def border(self, one: LoggedPass, shard: Shard) -> tuple[Matrix, Matrix | None]:
         """Return the input of a stage in a pass, and the gradient of its output if the stage has no head."""
@@ -110,47 +121,43 @@ class BoundaryLog:
         """Return a parameter as it was in a pass, and the format it was sent in."""
         return self._load(one.parameters[number]), one.parameters[number].format
 
-    def forget_finished(self) -> None:
-        """Drop everything up to the last update: the weights that followed from it are here."""
-        waiting = self.open_passes
-        self.records = list(waiting)
-        if not waiting:
-            self._in_memory = self._on_disk = 0
-            if self._file is not None:
-                self._file.close()
-                self._file = None
+    def forget(self, shard: Shard, position: int) -> None:
+        """Drop what came before a position of a stage: its weights there are here. Steps of no stage go altogether."""
+        for step in self._steps[: position - self._first]:
+            for one in step.passes:
+                for stored in one.borders.pop(shard, ()):
+                    self._free(stored)
+        while self._steps and not any(one.borders for one in self._steps[0].passes):
+            self._drop(self._steps.pop(0))
+            self._first += 1
+
+    def forget_open(self) -> None:
+        """Drop passes since the last update: their gradients were given up."""
+        self._drop(self._open)
+        self._open = LoggedStep()
 
     def close(self) -> None:
-        self.records = []
-        self.forget_finished()
+        """Drop everything."""
+        for step in (*self._steps, self._open):
+            self._drop(step)
+        self._first, self._steps, self._open = self.position, [], LoggedStep()
 
-    def _store(self, matrix: Matrix, format: WireFormat) -> _Stored:
+    def _drop(self, step: LoggedStep) -> None:
+        for one in step.passes:
+            for stored in (*one.parameters.values(), *(each for pair in one.borders.values() for each in pair)):
+                self._free(stored)
+
+    def _free(self, stored: Stored | None) -> None:
+        if stored is not None:
+            self._spool.free(stored)
+
+    def _store(self, matrix: Matrix, format: WireFormat) -> Stored:
         encoded = self._codec.encode(np.ascontiguousarray(matrix), format)
         if encoded.base is not None:  # fp32 is not copied, and its numbers will change
             encoded = encoded.copy()
-        rows, cols = matrix.shape
-        if self._in_memory + len(encoded) <= self._memory_bytes:
-            self._in_memory += len(encoded)
-            return _Stored(rows, cols, format, encoded)
-        if self._on_disk + len(encoded) > self._disk_bytes:
-            raise LogFullError(f"it has reached its limit of {self._disk_bytes / 1e9:.3g} GB")
-        try:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile()  # noqa: SIM115
-            first = self._file.seek(0, 2)
-            self._file.write(encoded.data)
-            self._file.flush()
-        except OSError as fault:
-            raise LogFullError(f"{fault.strerror or fault}") from fault
-        self._on_disk += len(encoded)
-        return _Stored(rows, cols, format, None, (first, len(encoded)))
+        return self._spool.store(encoded, *matrix.shape, format)
 
-    def _load(self, stored: _Stored) -> Matrix:
-        encoded = stored.encoded
-        if encoded is None:
-            assert self._file is not None, "else it is in memory"
-            self._file.seek(stored.place[0])
-            encoded = np.frombuffer(self._file.read(stored.place[1]), dtype=np.uint8)
+    def _load(self, stored: Stored) -> Matrix:
         values = np.empty((stored.rows, stored.cols), dtype=np.float32)
-        self._codec.decode_into(encoded.data, stored.format, values)
+        self._codec.decode_into(self._spool.load(stored).data, stored.format, values)
         return values

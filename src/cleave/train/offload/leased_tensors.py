@@ -1,10 +1,10 @@
 # pyright: standard
-"""Stand-ins for tensors whose numbers are on devices: a parameter that notices when it is read, and a gradient.
+"""Stand-ins for tensors whose numbers are on devices: parameters and states that notice when they are read, gradients.
 
-After an update this process's copy of a leased parameter is old. Whoever reads it, in whatever way, must see the
-current numbers, so the parameter's class is swapped for one that asks its keeper first. A gradient is a tensor without
-numbers that knows its norm and can be scaled, which is all that clipping needs; whatever else is done to it brings the
-numbers here and ends the lease. `leases.py` is the keeper.
+After an update this process's copies of a leased parameter and its optimizer states are old. Whoever reads one, in
+whatever way, must see the current numbers, so its class is swapped for one that asks its keeper first. A gradient is a
+tensor without numbers that knows its norm and can be scaled, which is all that clipping needs; whatever else is done to
+it brings the numbers here and ends the lease. `leases.py` is the keeper.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Keeper(Protocol):
         ...
 
 
-# ------------------------------------------------------------------------------------------------ parameters
+# ------------------------------------------------------------------------------------------------ parameters and states
 
 
 def _getters(*names: str) -> Iterator[Any]:
@@ -70,7 +70,7 @@ _HARMLESS = {
     torch.is_complex,
     torch.numel,
 }
-"""What can be done to a parameter without its numbers."""
+"""What can be done to a tensor without its numbers."""
 
 
 class LeasedParameter(nn.Parameter):
@@ -80,30 +80,7 @@ class LeasedParameter(nn.Parameter):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
-        mine = [one for one in tensors if isinstance(one, LeasedParameter)]
-        if any(one.numel() == 0 for one in tensors):  # as in the modules that a stack on devices has passed by
-            with torch._C.DisableTorchFunctionSubclass():
-                result = func(*args, **kwargs)
-            if isinstance(result, torch.Tensor) and result.numel() == 0:
-                return result
-        keepers = {id(one._cleave_keeper): one._cleave_keeper for one in mine}
-        what = f"a weight was read ({getattr(func, '__name__', func)})"
-        for keeper in keepers.values():
-            keeper.refresh(what)
-        with torch._C.DisableTorchFunctionSubclass():
-            before = [one._version for one in mine]
-            result = func(*args, **kwargs)
-            is_written = before != [one._version for one in mine]
-            is_shared = _shares_memory(result, mine)
-        for keeper in keepers.values():
-            if is_written or (is_shared and not keeper.is_saving):
-                keeper.end(f"a weight may have been changed ({getattr(func, '__name__', func)})")
-        return result
+        return _with_current(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: Any) -> Any:
         self._cleave_keeper.end("the model was copied")
@@ -114,9 +91,59 @@ class LeasedParameter(nn.Parameter):
         return self.__reduce_ex__(protocol)
 
 
+class LeasedState(torch.Tensor):
+    """An optimizer state whose numbers are on a device. Views of it are for reading: `state_dict` gives them away."""
+
+    _cleave_keeper: Keeper
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return _with_current(func, args, kwargs or {})
+
+    def _plain(self) -> torch.Tensor:
+        self._cleave_keeper.refresh("an optimizer state was copied")
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.as_subclass(torch.Tensor)
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(self._plain(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._plain().__reduce_ex__(protocol)
+
+
+def _with_current(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function of torch after bringing what it reads up to date; end the lease if something may be written."""
+    if func in _HARMLESS:
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+    tensors = [one for one in tree_flatten((args, kwargs))[0] if isinstance(one, torch.Tensor)]
+    mine = [one for one in tensors if isinstance(one, LeasedParameter | LeasedState)]
+    if any(one.numel() == 0 for one in tensors):  # as in the modules that a stack on devices has passed by
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor) and result.numel() == 0:
+            return result
+    keepers = {id(one._cleave_keeper): one._cleave_keeper for one in mine}
+    name = getattr(func, "__name__", func)
+    for keeper in keepers.values():
+        keeper.refresh(f"a weight or state was read ({name})")
+    with torch._C.DisableTorchFunctionSubclass():
+        before = [one._version for one in mine]
+        result = func(*args, **kwargs)
+        is_written = before != [one._version for one in mine]
+        is_shared = _shares_memory(result, [one for one in mine if isinstance(one, LeasedParameter)])
+    for keeper in keepers.values():
+        if is_written or (is_shared and not keeper.is_saving):
+            keeper.end(f"a weight or state may have been changed ({name})")
+    return result
+
+
 def _shares_memory(result: Any, parameters: Iterable[torch.Tensor]) -> bool:
     """Whether numbers could be changed through a result: it is a view, or no tensor at all, such as an address."""
     theirs = {one.untyped_storage().data_ptr() for one in parameters}
+    if not theirs:
+        return False
     for one in tree_flatten(result)[0]:
         if isinstance(one, torch.Tensor):
             if one.layout is torch.strided and one.untyped_storage().data_ptr() in theirs:
@@ -126,15 +153,16 @@ def _shares_memory(result: Any, parameters: Iterable[torch.Tensor]) -> bool:
     return False
 
 
-def lease(parameter: nn.Parameter, keeper: Keeper) -> None:
-    parameter.__class__ = LeasedParameter
-    parameter._cleave_keeper = keeper  # type: ignore[attr-defined]
+def lease(tensor: torch.Tensor, keeper: Keeper) -> None:
+    """Make a parameter or a state ask its keeper from now on."""
+    tensor.__class__ = LeasedParameter if isinstance(tensor, nn.Parameter) else LeasedState
+    tensor._cleave_keeper = keeper  # type: ignore[attr-defined]
 
 
-def release(parameter: nn.Parameter) -> None:
-    if isinstance(parameter, LeasedParameter):
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
-        del parameter._cleave_keeper
+def release(tensor: torch.Tensor) -> None:
+    if isinstance(tensor, LeasedParameter | LeasedState):
+        tensor.__class__ = nn.Parameter if isinstance(tensor, LeasedParameter) else torch.Tensor  # type: ignore[assignment]
+        del tensor._cleave_keeper
 
 
 # ------------------------------------------------------------------------------------------------ gradients

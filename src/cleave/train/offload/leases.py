@@ -3,12 +3,12 @@
 
 The user's loop stays as it is. After a pass, leased parameters have a `LeasedGradient`; clipping scales it; a hook that
 runs before `optimizer.step()` sends the step to the devices and hides the gradient from the optimizer. Parameters are
-`LeasedParameter` while their numbers here are old: reading one fetches all of them. Whatever does not fit this pattern
-ends the lease, and everything is as if there had been none.
+`LeasedParameter`, and their states `LeasedState`: reading an old one fetches all of them. Whatever does not fit this
+pattern ends the lease, and everything is as if there had been none.
 
-Between two fetches, `BoundaryLog` keeps what went in and out of leased stages. If a device leaves, its stages are
-trained again from the last fetch, alone, by the remaining devices: the losses do not change. `lease.py` in the server
-words the requests to devices.
+Snapshots of weights and states come up while links are idle, and `BoundaryLog` keeps what went in and out of leased
+stages since (`lease_held.py`). If a device leaves, its stages are trained again from there, alone, by the remaining
+devices: the losses do not change (`lease_recovery.py`). `lease.py` in the server words the requests to devices.
 """
 
 from __future__ import annotations
@@ -18,10 +18,8 @@ import math
 import threading
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn, optim
@@ -29,20 +27,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.batch import Batch, Matrix
-from cleave.core.model.decoder import Decoder
-from cleave.core.model.shard import Shard, standing_alone
-from cleave.core.model.update_rule import Rule
+from cleave.core.model.shard import Shard
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.errors import CleaveError, LeaseLost
 from cleave.events import Listener, Note
 from cleave.train.offload import update_rules
-from cleave.train.offload.boundary_log import BoundaryLog, LogFullError, LoggedPass
+from cleave.train.offload.boundary_log import BoundaryLog, LogFullError
 from cleave.train.offload.codec import TorchCodec
 from cleave.train.offload.families import Description
+from cleave.train.offload.lease_held import FleetLease, Generation, Held, LeasedShard
+from cleave.train.offload.lease_recovery import Replay, fetch_survivors
 from cleave.train.offload.leased_tensors import LeasedGradient, lease, release
 from cleave.train.offload.linear import Weights, parameter_format
 from cleave.train.offload.step_hooks import watch_steps
-from cleave.train.offload.update_rules import Group
 
 _MOST_READS = 3
 """Steps in a row in which weights are read after which leases are given up: every read fetches all of them."""
@@ -50,60 +47,6 @@ _MOST_READS = 3
 _NO_BACKWARD = "a pass in training was not followed by backward"
 
 log = logging.getLogger(__name__)
-
-
-class FleetLease(Protocol):
-    """What a fleet offers of a lease; the requests are words of `server/resident/lease.py`."""
-
-    decoder: Decoder
-    plan: ResidentPlan
-    parameters: frozenset[int]
-
-    def lend(self) -> Future[list[Matrix]]: ...
-    def forget_numbers(self) -> None: ...
-    def measure(self) -> Future[list[Matrix]]: ...
-    def square_sums(self, matrices: list[Matrix]) -> dict[int, float]: ...
-    def update(self, rules: Mapping[int, tuple[Rule, float]]) -> Future[list[Matrix]]: ...
-    def read(self, parameters: Collection[int], *, gradients: bool) -> Future[list[Matrix]]: ...
-    def values(self, parameters: Collection[int], matrices: list[Matrix], *, gradients: bool) -> Mapping[int, Any]: ...
-    def clear_gradients(self) -> None: ...
-    def end(self) -> None: ...
-
-
-@dataclass(slots=True, eq=False)
-class _Generation:
-    """The gradients between two calls of `zero_grad`."""
-
-    begun: int = 0
-    """Passes whose gradients devices add, whether or not anybody asks for them."""
-    returned: int = 0
-    factor: float = 1.0
-    is_spent: bool = False
-    """Whether the optimizer has stepped with them."""
-    gradients: dict[int, LeasedGradient] = field(default_factory=dict)
-    norms: dict[int, float] | None = None
-
-
-@dataclass(slots=True, eq=False)
-class _Held:
-    """A lease in force."""
-
-    lease: FleetLease
-    description: Description
-    parameters: dict[int, nn.Parameter]
-    optimizer: optim.Optimizer
-    groups: dict[int, Group]
-    log: BoundaryLog
-    fetch_every: int
-    """Updates between two fetches for safety."""
-    generation: _Generation = field(default_factory=_Generation)
-    updates: int = 0
-    """Since the last fetch: if there are any, the numbers here are old."""
-    pending: Future[list[Matrix]] | None = None
-    """The last update."""
-    shards: tuple[Shard, ...] = ()
-    stepped_here: tuple[int, ...] = ()
-    """Trained parameters of those shards that this process steps: their numbers change, and are logged too."""
 
 
 class Leases:
@@ -114,7 +57,7 @@ class Leases:
         self._shared = shared
         self._fleet, self._weights, self._tell = fleet, weights, tell
         self._refusal = "" if is_allowed else "leases are switched off"
-        self._held: _Held | None = None
+        self._held: Held | None = None
         self._lock = threading.RLock()
         self._optimizers = WeakTensorKeyDictionary()  # parameter -> optimizer that steps it
         self._watched: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
@@ -212,7 +155,7 @@ class Leases:
             return held.lease
 
     def _is_same(
-        self, held: _Held, description: Description, plan: ResidentPlan | None, wanted: Mapping[int, Shard]
+        self, held: Held, description: Description, plan: ResidentPlan | None, wanted: Mapping[int, Shard]
     ) -> bool:
         return (
             plan is not None
@@ -222,7 +165,7 @@ class Leases:
             and all(one is description.parameters[number] for number, one in held.parameters.items())
         )
 
-    def _continue(self, held: _Held) -> None:
+    def _continue(self, held: Held) -> None:
         """Begin new gradients if the caller cleared the last ones, or add to them; else end the lease."""
         generation = held.generation
         if not generation.gradients:
@@ -230,11 +173,12 @@ class Leases:
         present = [_grad(parameter) for parameter in held.parameters.values()]
         if all(one is None for one in present):
             held.lease.clear_gradients()
-            held.generation = _Generation()
+            held.log.forget_open()
+            held.generation = Generation()
         elif generation.is_spent or not all(_is_untouched(one, generation) for one in present):
             self.end("gradients were kept after a step, or some were changed and others not")
 
-    def _begin(self, description: Description, plan: ResidentPlan, wanted: Mapping[int, Shard]) -> _Held | None:
+    def _begin(self, description: Description, plan: ResidentPlan, wanted: Mapping[int, Shard]) -> Held | None:
         parameters = {number: description.parameters[number] for number in wanted}
         optimizer = self._optimizer_of(next(iter(parameters.values())))
         assert optimizer is not None, "it was asked for above"
@@ -256,23 +200,22 @@ class Leases:
             log.info("weights could not be lent: %s", fault)
             return None
         begun.forget_numbers()
-        held = self._held = _Held(
+        held = self._held = Held(
             lease=begun,
             description=description,
             parameters=parameters,
             optimizer=optimizer,
             groups={number: groups[id(parameter)] for number, parameter in parameters.items()},
             log=BoundaryLog(TorchCodec(), self._fleet.wire),
-            fetch_every=max(column.snapshot_every for stage in plan.stages for column in stage.columns),
-            shards=tuple(dict.fromkeys(wanted.values())),
+            shards=_leased_shards(plan, wanted),
             stepped_here=_stepped_here(description, wanted),
         )
-        for parameter in parameters.values():
-            lease(parameter, self)
+        for tensor in held.tensors:
+            lease(tensor, self)
         count = sum(one.numel() for one in parameters.values())
         self._say(
-            f"devices keep {count / 1e6:.3g} M weights and their optimizer states; they are fetched every "
-            f"{held.fetch_every} steps, and when they are read or saved"
+            f"devices keep {count / 1e6:.3g} M weights and their optimizer states; snapshots come up every "
+            f"{min(one.every for one in held.shards)} steps or more, and weights when they are read or saved"
         )
         return held
 
@@ -293,7 +236,7 @@ class Leases:
                 raise LeaseLost("the lease ended before the pass did")
             generation = held.generation
             stages = {column.shard: n for n, stage in enumerate(held.lease.plan.stages) for column in stage.columns}
-            borders = [(shard, *running.boundary(stages[shard])) for shard in held.shards]
+            borders = [(one.shard, *running.boundary(stages[one.shard])) for one in held.shards]
             generation.returned += 1
             generation.norms = None
             is_first = not generation.gradients
@@ -309,12 +252,12 @@ class Leases:
             if self._held is held and not is_first and factor != generation.factor:
                 self.recover("passes of one step have different factors on their loss")
 
-    def _changing(self, held: _Held) -> dict[int, tuple[Matrix, WireFormat]]:
+    def _changing(self, held: Held) -> dict[int, tuple[Matrix, WireFormat]]:
         """Return the parameters of leased shards that this process steps, as devices have them in this pass."""
         parameters = ((number, held.description.parameters[number]) for number in held.stepped_here)
         return {number: (_matrix(one), parameter_format(self._fleet, one)) for number, one in parameters}
 
-    def _make_room(self, held: _Held, batch: Batch[Any], factor: float, borders: list[Any], reason: str) -> None:
+    def _make_room(self, held: Held, batch: Batch[Any], factor: float, borders: list[Any], reason: str) -> None:
         """Fetch weights, so that the log can be emptied; if even that does not help, end the lease."""
         self._fetch(held)
         if self._held is not held:
@@ -347,37 +290,36 @@ class Leases:
                 one is None or one is generation.gradients.get(n) for n, one in present.items()
             ):
                 reason = "some gradients were replaced"
+            if reason is None and generation.is_spent:
+                reason = "the optimizer stepped twice with the same gradients"
             if reason is not None:
                 self.end(reason)
                 return
             stepped = {number: one for number, one in present.items() if isinstance(one, LeasedGradient)}
             if not stepped:
                 return
+            try:
+                for settled in held.unsettled():
+                    self._fleet.wait(settled)
+            except LeaseLost as fault:
+                self.recover(str(fault))
+                return
             rules = {
                 number: (
-                    update_rules.next_rule(optimizer, self._group(held, number), held.parameters[number]),
+                    update_rules.next_rule(optimizer, held.group(number), held.parameters[number]),
                     gradient.factor,
                 )
                 for number, gradient in stepped.items()
             }
             held.log.add_update({number: (rule, f / generation.factor) for number, (rule, f) in rules.items()})
-            held.updates += 1
             generation.is_spent = True
             held.pending = held.lease.update(rules)
             self._hidden = [(held.parameters[number], gradient) for number, gradient in stepped.items()]
             for parameter, _ in self._hidden:
                 parameter.grad = None
 
-    def _group(self, held: _Held, number: int) -> Group:
-        """Return the group a parameter is in now; groups may be replaced, as by loading a state."""
-        parameter, group = held.parameters[number], held.groups[number]
-        if not any(group is one for one in held.optimizer.param_groups):
-            group = next(one for one in held.optimizer.param_groups if any(p is parameter for p in one["params"]))
-            held.groups[number] = group
-        return group
-
     def stepped(self, optimizer: optim.Optimizer) -> None:
-        """After a step: show gradients again, learn about the optimizer, and fetch weights if that is due."""
+        """After a step: show gradients again, learn about the optimizer, and see to snapshots."""
         with self._lock:
             if self._is_recovering:
                 return
@@ -387,8 +329,9 @@ class Leases:
             self._hidden = []
             self._reads, self._was_read = self._reads + 1 if self._was_read else 0, False
             held = self._held
-            if held is not None and optimizer is held.optimizer and held.updates >= held.fetch_every:
-                self._fetch(held)
+            if held is not None and optimizer is held.optimizer:
+                held.take_snapshots()
+                held.begin_snapshots()
 
     # -------------------------------------------------------------------------------------------- the keeper
 
@@ -435,7 +378,7 @@ class Leases:
         """Bring this process's copies of weights and states up to date; `why` is empty if that is part of a run."""
         with self._lock:
             held = self._held
-            if held is None or not held.updates:
+            if held is None or not held.is_old:
                 return
             self._fetch(held)
             if why:
@@ -464,49 +407,39 @@ class Leases:
             except LeaseLost as fault:
                 self.recover(str(fault))
                 return
-            if held.updates:  # else the numbers here are current, and may have been changed since they were read
-                self._write(held, values)
+            if held.is_old:  # else the numbers here are current, and may have been changed since they were read
+                held.write(values)
             if wants:
                 for number, one in values.items():
                     gradient = torch.from_numpy(one.gradient).view(held.parameters[number].shape)
                     self._give(held, number, gradient * generation.gradients[number].factor)
             self._detach(held)
 
-    def _fetch(self, held: _Held) -> None:
+    def _fetch(self, held: Held) -> None:
         """Fetch weights and states; the lease goes on. If a device is gone, recover instead."""
+        held.take_snapshots()
+        held.cancel_snapshots()  # what comes up now is newer
         try:
             self._settle(held)
             values = self._read(held, held.lease.parameters, gradients=False)
         except LeaseLost as fault:
             self.recover(str(fault))
             return
-        self._write(held, values)
-        held.updates = 0
-        held.log.forget_finished()
+        held.write(values)
+        held.have_all()
+        self._weights.touched()
 
-    def _settle(self, held: _Held) -> None:
+    def _settle(self, held: Held) -> None:
         """Wait until the last update is done everywhere."""
         pending, held.pending = held.pending, None
         if pending is not None:
             self._fleet.wait(pending)
 
-    def _read(self, held: _Held, parameters: Collection[int], *, gradients: bool) -> Mapping[int, Any]:
+    def _read(self, held: Held, parameters: Collection[int], *, gradients: bool) -> Mapping[int, Any]:
         matrices = self._fleet.wait(held.lease.read(parameters, gradients=gradients))
         return held.lease.values(parameters, matrices, gradients=gradients)
 
-    def _write(self, held: _Held, values: Mapping[int, Any]) -> None:
-        """Take over weights and states."""
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for number, one in values.items():
-                parameter = held.parameters[number]
-                parameter.data.copy_(torch.from_numpy(one.weight).view(parameter.shape))
-                names = update_rules.state_names(self._group(held, number))
-                own = held.optimizer.state[parameter]
-                for name, matrix in zip(names, one.states, strict=True):
-                    own[name].copy_(torch.from_numpy(matrix).view(parameter.shape))
-        self._weights.touched()
-
-    def _give(self, held: _Held, number: int, gradient: torch.Tensor) -> None:
+    def _give(self, held: Held, number: int, gradient: torch.Tensor) -> None:
         """Make a gradient a plain tensor, for whoever has hold of its stand-in."""
         stand_in = held.generation.gradients[number]
         stand_in.numbers = gradient
@@ -514,22 +447,21 @@ class Leases:
         if _grad(parameter) is stand_in:
             parameter.grad = gradient
 
-    def _detach(self, held: _Held) -> None:
+    def _detach(self, held: Held) -> None:
         self._held = None
+        for tensor in held.tensors:
+            release(tensor)
         for parameter in held.parameters.values():
-            release(parameter)
             update_rules.forget_unused(held.optimizer, parameter)
         held.log.close()
         held.lease.end()
         self._weights.touched()
 
-    # -------------------------------------------------------------------------------------------- recovery
-
     def recover(self, reason: str) -> None:
         """End a lease of which a device is gone, or whose gradients are not the caller's: do its work again.
 
-        Weights that are still on a device are fetched. The others are trained again from the last fetch, stage by
-        stage, by whatever devices there are; and so are the gradients since the last update, of all.
+        Weights that are still on a device are fetched. The others are trained again from their bases, shard by shard,
+        by whatever devices there are; and so are the gradients since the last update, of all.
         """
         with self._lock:
             held = self._held
@@ -538,21 +470,25 @@ class Leases:
             self._say(f"weights that devices kept are recovered: {reason}", again=True)
             with suppress(LeaseLost):
                 self._settle(held)
-            lost = self._fetch_survivors(held)
-            open_passes, finished = held.log.open_passes, held.log.finished
-            gradients = held.generation.gradients
+            held.take_snapshots()
+            held.cancel_snapshots()
+            lost = fetch_survivors(self._fleet, held)
+            generation = held.generation
             self._held, self._is_recovering = None, True
             try:
-                for parameter in held.parameters.values():
-                    release(parameter)
-                wants = [n for n, one in gradients.items() if _grad(held.parameters[n]) is one]
+                for tensor in held.tensors:
+                    release(tensor)
+                wants = [n for n, one in generation.gradients.items() if _grad(held.parameters[n]) is one]
+                replay = Replay(self._fleet, self._weights, held)
                 with self._fleet.rescue():
-                    for shard in held.shards:
-                        self._replay_updates(held, shard, lost, finished)
+                    for one in lost:
+                        replay.updates(one)
                     self._weights.touched()
-                    if wants and not held.generation.is_spent:
-                        self._replay_gradients(held, open_passes)
-                for number in wants if held.generation.is_spent else ():
+                    if wants and not generation.is_spent:
+                        for number, total in replay.gradients().items():
+                            clipped = generation.gradients[number].factor / generation.factor
+                            self._give(held, number, total * clipped)
+                for number in wants if generation.is_spent else ():
                     held.parameters[number].grad = None  # its weights have changed since, and nobody needs it
             finally:
                 self._is_recovering = False
@@ -560,86 +496,6 @@ class Leases:
                 update_rules.forget_unused(held.optimizer, parameter)
             held.log.close()
             held.lease.end()
-
-    def _fetch_survivors(self, held: _Held) -> frozenset[int]:
-        """Fetch what is still on devices; return the parameters that are not."""
-        while True:
-            intact = self._fleet.intact(held.lease)
-            if not intact:
-                return held.lease.parameters
-            try:
-                self._write(held, self._read(held, intact, gradients=False))
-            except LeaseLost:
-                continue  # one more is gone
-            return held.lease.parameters - intact
-
-    def _replay_updates(self, held: _Held, shard: Shard, lost: Collection[int], records: list[Any]) -> None:
-        alone, numbers = standing_alone(held.lease.decoder, shard)
-        mine = [number for number in numbers if number in lost]
-        if not mine:
-            return
-        total: dict[int, torch.Tensor] = {}
-        for record in records:
-            if isinstance(record, LoggedPass):
-                for number, gradient in self._gradients_of(held, shard, alone, numbers, record).items():
-                    total[number] = gradient if number not in total else total[number] + gradient
-                continue
-            for number in mine:
-                if number in record.rules and number in total:
-                    rule, factor = record.rules[number]
-                    parameter = held.parameters[number]
-                    update_rules.apply(held.optimizer, rule, parameter, total[number] * factor)
-            total = {}
-            self._weights.touched()
-
-    def _replay_gradients(self, held: _Held, passes: list[LoggedPass]) -> None:
-        total: dict[int, torch.Tensor] = {}
-        for shard in held.shards:
-            alone, numbers = standing_alone(held.lease.decoder, shard)
-            for one in passes:
-                for number, gradient in self._gradients_of(held, shard, alone, numbers, one).items():
-                    total[number] = gradient if number not in total else total[number] + gradient
-        generation = held.generation
-        for number, gradient in generation.gradients.items():
-            clipped = gradient.factor / generation.factor
-            self._give(held, number, total[number] * clipped)
-
-    def _gradients_of(
-        self, held: _Held, shard: Shard, alone: Decoder, numbers: tuple[int, ...], one: LoggedPass
-    ) -> dict[int, torch.Tensor]:
-        """Compute the gradients of a stage in a pass again, from what crossed its borders."""
-        x, dy = held.log.border(one, shard)
-        has_head = alone.head is not None
-        operands = tuple(self._operand(held, one, number) for number in numbers)
-        batch = replace(
-            one.batch,
-            x=x,
-            operands=operands,
-            targets=one.batch.targets if has_head else None,
-            scales=one.batch.scales if has_head else None,
-            wants_dx=False,
-            is_trained=True,
-            is_piecemeal=False,
-        )
-        running = self._fleet.run(alone, batch, None, is_exact=True)
-        self._fleet.wait(running.outputs)
-        found = self._fleet.wait(running.backward(None if has_head else dy)).parameters
-        return {
-            number: torch.from_numpy(matrix).view(held.parameters[number].shape) * one.factor
-            for number, matrix in zip(numbers, found, strict=True)
-            if matrix is not None and number in held.parameters
-        }
-
-    def _operand(self, held: _Held, one: LoggedPass, number: int) -> Any:
-        """Return a parameter as its device had it in a pass; frozen ones travelled in the wire's format."""
-        if number in one.parameters:
-            matrix, format = held.log.parameter(one, number)
-            operand = self._fleet.tensor(*matrix.shape, format)
-            operand.bind(matrix)
-            return operand
-        parameter = held.description.parameters[number]
-        format = "fp32" if number in held.parameters else parameter_format(self._fleet, parameter)
-        return self._weights.operand(parameter, format)
 
     # -------------------------------------------------------------------------------------------- hooks
 
@@ -684,6 +540,14 @@ def _nothing(*_: object) -> None:
     pass
 
 
+def _leased_shards(plan: ResidentPlan, wanted: Mapping[int, Shard]) -> tuple[LeasedShard, ...]:
+    every = {column.shard: column.snapshot_every for stage in plan.stages for column in stage.columns}
+    return tuple(
+        LeasedShard(shard, frozenset(number for number, other in wanted.items() if other == shard), every[shard])
+        for shard in dict.fromkeys(wanted.values())
+    )
+
+
 def _stepped_here(description: Description, wanted: Mapping[int, Shard]) -> tuple[int, ...]:
     """Trained parameters of leased shards that are not leased themselves."""
     decoder = description.stack
@@ -696,7 +560,7 @@ def _grad(parameter: nn.Parameter) -> torch.Tensor | None:
         return parameter.grad
 
 
-def _is_untouched(gradient: torch.Tensor | None, generation: _Generation) -> bool:
+def _is_untouched(gradient: torch.Tensor | None, generation: Generation) -> bool:
     return (
         isinstance(gradient, LeasedGradient)
         and generation.gradients.get(gradient.number) is gradient

@@ -23,7 +23,8 @@ from cleave.core.plan.choose import Local, PassChoice, PassWork
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.errors import LeaseLost
 from cleave.train.offload.families import Description
-from cleave.train.offload.leases import FleetLease, Leases
+from cleave.train.offload.lease_held import FleetLease
+from cleave.train.offload.leases import Leases
 from cleave.train.offload.linear import Multiplier, Weights, parameter_format
 from cleave.train.offload.overlap import Overlap
 

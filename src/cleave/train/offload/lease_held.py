@@ -1,0 +1,189 @@
+# pyright: standard
+"""A lease in force, as this process sees it: what is lent, the gradients on devices, and from where to rebuild.
+
+Every shard has a base: the position in the log at which this process's own copies of its weights and states stand. A
+snapshot under way moves it forward when it is complete, not before; a fetch moves all of them to the present. Whatever
+happens, base and log together give the present weights. `leases.py` decides; `lease_recovery.py` rebuilds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn, optim
+
+from cleave.core.model.batch import Matrix
+from cleave.core.model.decoder import Decoder
+from cleave.core.model.shard import Shard
+from cleave.core.model.update_rule import Rule
+from cleave.core.plan.resident.stages import ResidentPlan
+from cleave.errors import LeaseLost
+from cleave.train.offload import update_rules
+from cleave.train.offload.boundary_log import BoundaryLog
+from cleave.train.offload.families import Description
+from cleave.train.offload.leased_tensors import LeasedGradient
+from cleave.train.offload.update_rules import Group
+
+
+class FleetSnapshot(Protocol):
+    """Weights and states as they were at one moment, on their way here."""
+
+    @property
+    def done(self) -> Future[list[Matrix]]: ...
+    @property
+    def settled(self) -> Future[None]:
+        """Done when updates may go on."""
+        ...
+
+    @property
+    def cancel(self) -> Callable[[], None]: ...
+
+
+class FleetLease(Protocol):
+    """What a fleet offers of a lease; the requests are words of `server/resident/lease.py`."""
+
+    decoder: Decoder
+    plan: ResidentPlan
+    parameters: frozenset[int]
+
+    def lend(self) -> Future[list[Matrix]]: ...
+    def forget_numbers(self) -> None: ...
+    def measure(self) -> Future[list[Matrix]]: ...
+    def square_sums(self, matrices: list[Matrix]) -> dict[int, float]: ...
+    def update(self, rules: Mapping[int, tuple[Rule, float]]) -> Future[list[Matrix]]: ...
+    def read(self, parameters: Collection[int], *, gradients: bool) -> Future[list[Matrix]]: ...
+    def snapshot(self, parameters: Collection[int]) -> FleetSnapshot: ...
+    def values(self, parameters: Collection[int], matrices: list[Matrix], *, gradients: bool) -> Mapping[int, Any]: ...
+    def clear_gradients(self) -> None: ...
+    def end(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class Generation:
+    """The gradients between two calls of `zero_grad`."""
+
+    begun: int = 0
+    """Passes whose gradients devices add, whether or not anybody asks for them."""
+    returned: int = 0
+    factor: float = 1.0
+    is_spent: bool = False
+    """Whether the optimizer has stepped with them."""
+    gradients: dict[int, LeasedGradient] = field(default_factory=dict)
+    norms: dict[int, float] | None = None
+
+
+@dataclass(slots=True, eq=False)
+class LeasedShard:
+    """What one device keeps, and from where it can be rebuilt."""
+
+    shard: Shard
+    parameters: frozenset[int]
+    every: int
+    """Updates between two snapshots."""
+    base: int = 0
+    """Position in the log of what this process has of it."""
+    begun: int = 0
+    """Position of its last snapshot, complete or not."""
+    under_way: FleetSnapshot | None = None
+
+    def cancel(self) -> None:
+        under_way, self.under_way = self.under_way, None
+        if under_way is not None:
+            under_way.cancel()
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A lease in force."""
+
+    lease: FleetLease
+    description: Description
+    parameters: dict[int, nn.Parameter]
+    optimizer: optim.Optimizer
+    groups: dict[int, Group]
+    log: BoundaryLog
+    shards: tuple[LeasedShard, ...]
+    stepped_here: tuple[int, ...] = ()
+    """Trained parameters of those shards that this process steps: their numbers change, and are logged too."""
+    generation: Generation = field(default_factory=Generation)
+    pending: Future[list[Matrix]] | None = None
+    """The last update."""
+
+    @property
+    def is_old(self) -> bool:
+        """Whether there were updates since this process had all weights."""
+        return any(one.base < self.log.position for one in self.shards)
+
+    def group(self, number: int) -> Group:
+        """Return the group a parameter is in now; groups may be replaced, as by loading a state."""
+        parameter, group = self.parameters[number], self.groups[number]
+        if not any(group is one for one in self.optimizer.param_groups):
+            group = next(one for one in self.optimizer.param_groups if any(p is parameter for p in one["params"]))
+            self.groups[number] = group
+        return group
+
+    @property
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Leased parameters and their optimizer states."""
+        for number, parameter in self.parameters.items():
+            yield parameter
+            own = self.optimizer.state[parameter]
+            yield from (own[name] for name in update_rules.state_names(self.group(number)))
+
+    def write(self, values: Mapping[int, Any]) -> None:
+        """Take over weights and states."""
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for number, one in values.items():
+                parameter = self.parameters[number]
+                parameter.data.copy_(torch.from_numpy(one.weight).view(parameter.shape))
+                own = self.optimizer.state[parameter]
+                for name, matrix in zip(update_rules.state_names(self.group(number)), one.states, strict=True):
+                    own[name].copy_(torch.from_numpy(matrix).view(parameter.shape))
+
+    # -------------------------------------------------------------------------------------------- bases
+
+    def begin_snapshots(self) -> None:
+        """Begin the snapshots that are due, right after an update."""
+        for one in self.shards:
+            if one.under_way is None and self.log.position - one.begun >= one.every:
+                one.begun = self.log.position
+                one.under_way = self.lease.snapshot(one.parameters)
+
+    def unsettled(self) -> Iterator[Future[None]]:
+        """Yield what the next update must wait for."""
+        return (one.under_way.settled for one in self.shards if one.under_way is not None)
+
+    def take_snapshots(self) -> bool:
+        """Move the bases of shards whose snapshots are complete; say whether there were any."""
+        has_changed = False
+        for one in self.shards:
+            if one.under_way is None or not one.under_way.done.done():
+                continue
+            under_way, one.under_way = one.under_way, None
+            try:
+                matrices = under_way.done.result()
+            except LeaseLost:
+                continue  # the base stays; whoever needs the device next finds out
+            self.write(self.lease.values(one.parameters, matrices, gradients=False))
+            self._move(one, one.begun)
+            has_changed = True
+        return has_changed
+
+    def have_all(self) -> None:
+        """Note that this process has weights and states as the last update left them."""
+        for one in self.shards:
+            one.cancel()
+            one.begun = self.log.position
+            self._move(one, one.begun)
+
+    def cancel_snapshots(self) -> None:
+        for one in self.shards:
+            one.cancel()
+
+    def _move(self, one: LeasedShard, base: int) -> None:
+        one.base = base
+        self.log.forget(one.shard, base)
