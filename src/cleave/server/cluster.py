@@ -191,6 +191,10 @@ class Cluster:
             self.tell(events.Note(text=f"devices have no work: {reason}"))
             self._driver.tell_idle(reason)
         self._products_then = self._products
+        with self._lock:
+            found = self.engine.roster.find_shared_links()
+        for link in found:
+            self.tell(events.Note(text=f"{link}; plans count with that from now on"))
         if self._clock.ended(self._waited_s(), self._remodeled_s) is not None:
             with self._lock:
                 tasks = sum(member.tasks for member in self.engine.roster.members.values())

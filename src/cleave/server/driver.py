@@ -16,6 +16,7 @@ from collections.abc import Callable
 from cleave import events
 from cleave.core.schedule.ledger import TICK_S
 from cleave.core.schedule.members import STAND_IN
+from cleave.core.schedule.shared_links import Carried
 from cleave.core.schedule.tasks import (
     Cancel,
     DeviceAdded,
@@ -68,6 +69,9 @@ Planner = Callable[[Run], object]
 _NOTICED_S = 0.25
 """Time for which a device may owe its first result and leave without being made to wait before it rejoins."""
 
+_SAMPLED_DEVICES = 64
+"""Devices whose traffic is sampled at every tick; of twice as many at every second one, and so on."""
+
 log = logging.getLogger(__name__)
 
 
@@ -112,6 +116,8 @@ class Driver:
         self._is_releasing = False
         self._is_draining = False
         self._ticking: asyncio.TimerHandle | None = None
+        self._ticks = 0
+        """Since traffic was last sampled."""
         self._connections: dict[DeviceId, Connection] = {}
         self._probes = ProbeBudget()
         self._goodbye: tuple[str, bool] | None = None
@@ -191,7 +197,18 @@ class Driver:
 
     def _tick(self) -> None:
         self._ticking = None
+        self._sample_traffic()
         self.post(Tick())
+
+    def _sample_traffic(self) -> None:
+        """Note what every device carried so far; of many devices less often, as that visits all."""
+        self._ticks += 1
+        if self._ticks * _SAMPLED_DEVICES < len(self._connections):
+            return
+        self._ticks = 0
+        carried = {name: Carried(*one.channel.flow) for name, one in self._connections.items() if name != STAND_IN}
+        with self._lock:
+            self._engine.roster.traffic.sampled(self._loop.time(), carried)
 
     def _act(self, action: Action) -> None:
         match action:

@@ -24,6 +24,7 @@ from cleave.core.schedule.lateness import Elapsed
 from cleave.core.schedule.names import Names
 from cleave.core.schedule.pauses import Pauses
 from cleave.core.schedule.profile_table import Measured, ProfileTable
+from cleave.core.schedule.shared_links import SharedLink, Traffic, network_of
 from cleave.core.verify.trust import Level, Trust
 
 _FADE_LINK_S = 2.0  # seconds of traffic after which a link's past counts half
@@ -279,6 +280,7 @@ class Roster:
         self.past = PastMembers()
         self.number = 0
         """Grows whenever the snapshot changes."""
+        self.traffic = Traffic()
         self._table = ProfileTable()
         self._snapshot: Profiles | None = None
         self._names = Names()
@@ -414,12 +416,35 @@ class Roster:
     def profiles(self) -> Profiles | None:
         """A snapshot of the devices that are not late, or of all if all are late; None if none is connected."""
         if self._snapshot is None and self.members:
-            self._snapshot = self._table.snapshot(without=self._late)
+            self._snapshot = self._on_media(self._table.snapshot(without=self._late))
         return self._snapshot
 
     def fresh_profiles(self) -> Profiles | None:
         """The connected devices as measured up to now, late ones included; None if none is connected."""
-        return self.select(list(self.members)) if self.members else None
+        return self._on_media(self.select(list(self.members))) if self.members else None
+
+    def find_shared_links(self) -> tuple[SharedLink, ...]:
+        """Tell from recent traffic which links devices share; return what was found since the last time."""
+        before = self.traffic.shared
+        networks = {name: network_of(member.address) for name, member in self.members.items() if name != STAND_IN}
+        if self.traffic.find(networks):
+            self._changed()
+        return tuple(link for link in self.traffic.shared if link not in before)
+
+    def _on_media(self, profiles: Profiles) -> Profiles:
+        """Show the media that devices share; nothing else limits their links, however slow they were side by side."""
+        media = {name: link for link in self.traffic.shared if link.is_medium for name in link.devices}
+        if media.keys().isdisjoint(profiles.names):
+            return profiles
+        on = [media.get(name) for name in profiles.names]
+        capacity = np.array([np.nan if link is None else link.down_bytes_per_s for link in on])
+        return replace(
+            profiles,
+            medium=tuple("" if link is None else min(link.devices) for link in on),
+            medium_bytes_per_s=capacity,
+            down_bytes_per_s=np.where(np.isnan(capacity), profiles.down_bytes_per_s, capacity),
+            up_bytes_per_s=np.where(np.isnan(capacity), profiles.up_bytes_per_s, capacity),
+        )
 
     def select(self, names: Sequence[str]) -> Profiles:
         """Profiles of some members, in this order."""
