@@ -13,7 +13,7 @@ from cleave.transport.base import Channel
 from cleave.transport.shaped import Link, Medium, Shaped
 
 MEDIUM = 37.5e6
-STEPS = 4
+STEPS = 3
 
 
 class ShapedWorld(World):
@@ -32,7 +32,7 @@ async def shared_after_steps(links: list[Link], medium: Medium | None = None) ->
     for number in range(len(links)):
         await world.join(f"d{number}", flops_per_s=1e11)
     for step in range(STEPS):
-        await world.products(*(layer(10 * step + i, tokens=1200, width=256, out=768) for i in range(2)))
+        await world.products(*(layer(10 * step + i, tokens=1000, width=192, out=512) for i in range(2)))
     shared = world.cluster.engine.roster.traffic.shared
     await world.close()
     return shared

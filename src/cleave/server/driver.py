@@ -69,8 +69,8 @@ Planner = Callable[[Run], object]
 _NOTICED_S = 0.25
 """Time for which a device may owe its first result and leave without being made to wait before it rejoins."""
 
-_SAMPLED_DEVICES = 64
-"""Devices whose traffic is sampled at every tick; of twice as many at every second one, and so on."""
+_SAMPLED_S, _SAMPLED_DEVICE_S = 0.05, 1e-3
+"""Time between two samples of the traffic, and the least of it per device: a sample visits all."""
 
 log = logging.getLogger(__name__)
 
@@ -116,8 +116,7 @@ class Driver:
         self._is_releasing = False
         self._is_draining = False
         self._ticking: asyncio.TimerHandle | None = None
-        self._ticks = 0
-        """Since traffic was last sampled."""
+        self._sampling: asyncio.TimerHandle | None = None
         self._connections: dict[DeviceId, Connection] = {}
         self._probes = ProbeBudget()
         self._goodbye: tuple[str, bool] | None = None
@@ -194,18 +193,17 @@ class Driver:
             self._is_draining = False
             if self._ticking is None and self._engine.ledger.is_busy:
                 self._ticking = self._loop.call_later(TICK_S, self._tick)
+            if self._sampling is None and self._engine.ledger.is_busy:
+                each_s = max(_SAMPLED_S, len(self._connections) * _SAMPLED_DEVICE_S)
+                self._sampling = self._loop.call_later(each_s, self._sample_traffic)
 
     def _tick(self) -> None:
         self._ticking = None
-        self._sample_traffic()
         self.post(Tick())
 
     def _sample_traffic(self) -> None:
-        """Note what every device carried so far; of many devices less often, as that visits all."""
-        self._ticks += 1
-        if self._ticks * _SAMPLED_DEVICES < len(self._connections):
-            return
-        self._ticks = 0
+        """Note what every device carried so far."""
+        self._sampling = None
         carried = {name: Carried(*one.channel.flow) for name, one in self._connections.items() if name != STAND_IN}
         with self._lock:
             self._engine.roster.traffic.sampled(self._loop.time(), carried)
@@ -362,8 +360,9 @@ class Driver:
         self._goodbye = (reason, rejoin)
         self.doorkeeper.close()
         self.post(Closed(error))
-        if self._ticking is not None:
-            self._ticking.cancel()
+        for timer in (self._ticking, self._sampling):
+            if timer is not None:
+                timer.cancel()
         await asyncio.gather(
             *(connection.say_goodbye(reason, rejoin=rejoin) for connection in self._connections.values())
         )

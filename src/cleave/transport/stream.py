@@ -31,7 +31,7 @@ from cleave.printable import printable
 from cleave.protocol.frames import MESSAGE_BYTES, Buffer
 from cleave.transport.base import Flow
 from cleave.transport.kernel_queue import unacknowledged_bytes
-from cleave.transport.link_meter import LinkMeter
+from cleave.transport.link_meter import BURST_BYTES, LinkMeter
 
 PING_S = 20.0
 """Ping after this much silence; disconnect after as much again without an answer."""
@@ -153,7 +153,7 @@ class Stream(asyncio.BufferedProtocol):
             waiting += self._transport.get_write_buffer_size() + unacknowledged_bytes(self._transport)
         carried = self._written_bytes - waiting
         before_s, were_carried, were_waiting = self._last_flow
-        if 0 < carried - were_carried <= were_waiting:  # all that left had been waiting
+        if were_waiting >= BURST_BYTES and 0 < carried - were_carried <= were_waiting:  # all that left had waited
             self._sending_s += now_s - before_s
         self._last_flow = (now_s, carried, waiting)
         return Flow(max(carried, 0), self._sending_s, self._received_bytes, self.meter.busy_s)

@@ -432,19 +432,21 @@ class Roster:
         return tuple(link for link in self.traffic.shared if link not in before)
 
     def _on_media(self, profiles: Profiles) -> Profiles:
-        """Show the media that devices share; nothing else limits their links, however slow they were side by side."""
+        """Show the media that devices share.
+
+        One that all share limits plans by itself, and each link may use all of it, however slow it was beside others.
+        Plans know no media of a part of the fleet: there, links keep the rates at which they ran side by side.
+        """
         media = {name: link for link in self.traffic.shared if link.is_medium for name in link.devices}
         if media.keys().isdisjoint(profiles.names):
             return profiles
         on = [media.get(name) for name in profiles.names]
         capacity = np.array([np.nan if link is None else link.down_bytes_per_s for link in on])
-        return replace(
-            profiles,
-            medium=tuple("" if link is None else min(link.devices) for link in on),
-            medium_bytes_per_s=capacity,
-            down_bytes_per_s=np.where(np.isnan(capacity), profiles.down_bytes_per_s, capacity),
-            up_bytes_per_s=np.where(np.isnan(capacity), profiles.up_bytes_per_s, capacity),
-        )
+        medium = tuple("" if link is None else min(link.devices) for link in on)
+        shown = replace(profiles, medium=medium, medium_bytes_per_s=capacity)
+        if shown.common_medium_bytes_per_s == math.inf:
+            return shown
+        return replace(shown, down_bytes_per_s=capacity, up_bytes_per_s=capacity)
 
     def select(self, names: Sequence[str]) -> Profiles:
         """Profiles of some members, in this order."""

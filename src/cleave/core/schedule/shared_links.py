@@ -32,10 +32,10 @@ _LEAST_S, _MOST_S = 0.02, 1.0
 """Windows of other lengths say little: timers were late, or nothing was sampled in between."""
 _FEW = 12
 """Samples of full directions that a claim needs."""
-_VARIES, _STEADY = 0.15, 0.1
+_VARIES, _STEADY = 0.05, 0.1
 """Mean deviation from the median, relative to it, of rates that vary and of a sum that stays the same."""
-_TELLING = 2.0
-"""Factor by which the sum must vary less than its parts."""
+_YIELDS = 0.6
+"""Bytes that a link carries less for every byte that the others carry more: 1 if it is shared, 0 if not."""
 _EXCEEDED = 1.25
 """Traffic over capacity that disproves a claim."""
 _SAME = 0.1
@@ -215,6 +215,16 @@ def _spread(values: Floats, kinds: Ints) -> float:
     return float(off.mean())
 
 
+def _yielded(own: Floats, others: Floats, link: Ints) -> float:
+    """Bytes that a link carried less for every byte that the others carried more: the slope of a line through all."""
+    own, others = own.copy(), others.copy()
+    for one in np.unique(link).tolist():
+        own[link == one] -= own[link == one].mean()
+        others[link == one] -= others[link == one].mean()
+    varied = float(others @ others)
+    return -float(own @ others) / varied if varied > 0 else 0.0
+
+
 def _varies(rates: Floats, is_full: Bools) -> bool:
     """Whether a device's full directions carried sometimes more, sometimes less."""
     window, way = np.nonzero(is_full)
@@ -225,20 +235,18 @@ def _shared(rates: Floats, is_full: Bools, devices: frozenset[str]) -> SharedLin
     window, device, way = np.nonzero(is_full)
     if len(window) < _FEW:
         return None
-    alone = _spread(rates[window, device, way], 2 * device + way)
+    own, link = rates[window, device, way], 2 * device + way
+    if _spread(own, link) < _VARIES:
+        return None
     same_way, both_ways = rates.sum(axis=1)[window, way], rates.sum(axis=(1, 2))[window]
     in_line, in_medium = _spread(same_way, way), _spread(both_ways, np.zeros_like(way))
-    if alone < max(_VARIES, _TELLING * min(in_line, in_medium)) or min(in_line, in_medium) > _STEADY:
-        return None
     crosses = (both_ways - same_way) > _CROSSING * both_ways
     is_medium = in_medium <= (in_line if crosses.any() else _STEADY)
+    total = both_ways if is_medium else same_way
+    if min(in_line, in_medium) > _STEADY or _yielded(own, total - own, link) < _YIELDS:
+        return None
     if is_medium:
-        capacity = float(np.median(both_ways))
-        down, up = capacity, capacity
+        down = up = float(np.median(both_ways))
     else:
         down, up = (float(np.median(same_way[way == w])) if (way == w).any() else inf for w in (0, 1))
-    if not is_medium and len(devices) == 1:
-        return None  # two directions of one device that do not slow each other down
-    return SharedLink(
-        devices=devices, down_bytes_per_s=down, up_bytes_per_s=up, is_medium=is_medium, is_servers=False
-    )
+    return SharedLink(devices=devices, down_bytes_per_s=down, up_bytes_per_s=up, is_medium=is_medium, is_servers=False)
