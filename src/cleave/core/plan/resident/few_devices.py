@@ -6,7 +6,6 @@ Here the nearly exhaustive search of `small_fleet` does the same work, and `step
 
 from __future__ import annotations
 
-
 from cleave.core.cost.rates import Server
 from cleave.core.cost.terms import lean_terms
 from cleave.core.cost.wire import WireFormat
