@@ -1,7 +1,7 @@
 """Connected and past devices, and their profiles as measured by their work.
 
-A rate is an amount over the seconds it took, both decaying, so that it follows a device that slows down within a few
-dozen results and ignores a single outlier. The planner reads a snapshot (`Profiles`) of the devices that are not
+A speed is an amount over the seconds it took, both decaying, so that it follows a device that slows down within a few
+dozen results; rates of links are in `link_rate.py`. The planner reads a snapshot (`Profiles`) of the devices that are not
 late. The snapshot, and with it the roster's number, changes only when a device joins, leaves, becomes late or
 recovers, or when a rate has moved far enough to matter, so that plans can be kept. It is built on demand, and nothing
 else visits all devices. A device's record and trust outlive its connection.
@@ -21,19 +21,18 @@ import numpy as np
 from cleave.core.cost.rates import Pace
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.schedule.lateness import Elapsed
+from cleave.core.schedule.link_rate import LinkRate
 from cleave.core.schedule.names import Names
 from cleave.core.schedule.pauses import Pauses
 from cleave.core.schedule.profile_table import Measured, ProfileTable
 from cleave.core.schedule.shared_links import SharedLink, Traffic, network_of
 from cleave.core.verify.trust import Level, Trust
 
-_FADE_LINK_S = 2.0  # seconds of traffic after which a link's past counts half
 _FADE_S = 1.0  # seconds of compute after which a processor's past counts half
 _FIRST_COUNTS = 1 / 16  # of a memory: a claim or a probe gives way to the first work
 _LATENCY_FADE = 1.02
 _MAX_PAST = 4096
-_MAX_BYTES_PER_S, _MAX_FLOPS_PER_S = 20e9, 1e16  # so that a message that arrives instantly still takes some time
-_MIN_BYTES_PER_S, _MIN_FLOPS_PER_S = 1e3, 1e3  # so that no plan divides by zero, whatever a device reports
+_MAX_FLOPS_PER_S, _MIN_FLOPS_PER_S = 1e16, 1e3  # so that no plan divides by zero, whatever a device reports
 _MAX_DROP = 4.0  # factor by which one measurement can lower a rate
 _MAX_SHARE = 32.0  # measurements larger than this many memories are scaled down: one lie must not drown all that follow
 _NEWCOMER_TIMES, _FIRST_FLOPS_PER_S = 4.0, 2.5e14
@@ -152,8 +151,8 @@ class Member:
     memory_bytes: int
     latency_s: float
     flops: Rate
-    down: Rate
-    up: Rate
+    down: LinkRate
+    up: LinkRate
     fixed: FixedCost = field(default_factory=FixedCost)
     address: str = ""
     key: str | None = ""
@@ -217,8 +216,9 @@ class Member:
 
     def start_no_faster_than(self, before: Member) -> None:
         """Cap the rates of a new probe, which a short burst may have inflated, at those its earlier work showed."""
-        for ours, theirs in ((self.flops, before.flops), (self.down, before.down), (self.up, before.up)):
-            ours.limit(theirs.value)
+        self.flops.limit(before.flops.value)
+        self.down.limit(before.down.value)
+        self.up.limit(before.up.value)
 
     @property
     def pace(self) -> Pace:
@@ -311,8 +311,8 @@ class Roster:
             memory_bytes=memory_bytes,
             latency_s=latency_s,
             flops=Rate(flops_per_s, flops_per_s * _FADE_S, _MAX_FLOPS_PER_S, _MIN_FLOPS_PER_S),
-            down=Rate(down_bytes_per_s, down_bytes_per_s * _FADE_LINK_S, _MAX_BYTES_PER_S, _MIN_BYTES_PER_S),
-            up=Rate(up_bytes_per_s, up_bytes_per_s * _FADE_LINK_S, _MAX_BYTES_PER_S, _MIN_BYTES_PER_S),
+            down=LinkRate(down_bytes_per_s),
+            up=LinkRate(up_bytes_per_s),
             address=address,
             key=key,
             level=level,
