@@ -76,8 +76,13 @@ class World:
     def connect(self) -> MemoryChannel:
         """The device's end of a new connection."""
         ours, theirs = memory_pair()
-        self._stays.append(self.loop.create_task(self.cluster.serve(ours), name=f"connection {len(self._stays)}"))
+        serving = self.cluster.serve(self.reached(ours))
+        self._stays.append(self.loop.create_task(serving, name=f"connection {len(self._stays)}"))
         return theirs
+
+    def reached(self, channel: Channel) -> Channel:
+        """The server's end of a new connection, as the cluster sees it."""
+        return channel
 
     def dial(
         self,

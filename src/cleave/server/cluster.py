@@ -191,11 +191,26 @@ class Cluster:
             self.tell(events.Note(text=f"devices have no work: {reason}"))
             self._driver.tell_idle(reason)
         self._products_then = self._products
+        self._find_shared_links()
         if self._clock.ended(self._waited_s(), self._remodeled_s) is not None:
             with self._lock:
                 tasks = sum(member.tasks for member in self.engine.roster.members.values())
-            self.planning.server_costs(self._handling.learn(self._waiting_cpu_s, tasks, sum(self._driver.traffic())))
+            costs = self._handling.learn(self._waiting_cpu_s, tasks, sum(self._driver.traffic()))
+            self.planning.server_costs(costs.task_s, costs.byte_s)
         self.planning.step_ended()
+
+    def _find_shared_links(self) -> None:
+        with self._lock:
+            found = self.engine.roster.find_shared_links()
+            shared, names = self.engine.roster.traffic.shared, self.engine.roster.members.keys() - {STAND_IN}
+        for link in found:
+            self.tell(events.Note(text=f"{link}; plans count with that from now on"))
+        # what all devices share limits a step as the server's own link would
+        lines = [link for link in shared if not link.is_medium and names <= link.devices]
+        self.planning.server_links(
+            min((link.down_bytes_per_s for link in lines), default=math.inf),
+            min((link.up_bytes_per_s for link in lines), default=math.inf),
+        )
 
     def _remodeled_s(self, choice: PassChoice) -> float | None:
         with self._lock:

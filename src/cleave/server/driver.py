@@ -16,6 +16,7 @@ from collections.abc import Callable
 from cleave import events
 from cleave.core.schedule.ledger import TICK_S
 from cleave.core.schedule.members import STAND_IN
+from cleave.core.schedule.shared_links import Carried
 from cleave.core.schedule.tasks import (
     Cancel,
     DeviceAdded,
@@ -68,6 +69,9 @@ Planner = Callable[[Run], object]
 _NOTICED_S = 0.25
 """Time for which a device may owe its first result and leave without being made to wait before it rejoins."""
 
+_SAMPLED_S, _SAMPLED_DEVICE_S = 0.05, 1e-3
+"""Time between two samples of the traffic, and the least of it per device: a sample visits all."""
+
 log = logging.getLogger(__name__)
 
 
@@ -112,6 +116,7 @@ class Driver:
         self._is_releasing = False
         self._is_draining = False
         self._ticking: asyncio.TimerHandle | None = None
+        self._sampling: asyncio.TimerHandle | None = None
         self._connections: dict[DeviceId, Connection] = {}
         self._probes = ProbeBudget()
         self._goodbye: tuple[str, bool] | None = None
@@ -188,10 +193,20 @@ class Driver:
             self._is_draining = False
             if self._ticking is None and self._engine.ledger.is_busy:
                 self._ticking = self._loop.call_later(TICK_S, self._tick)
+            if self._sampling is None and self._engine.ledger.is_busy:
+                each_s = max(_SAMPLED_S, len(self._connections) * _SAMPLED_DEVICE_S)
+                self._sampling = self._loop.call_later(each_s, self._sample_traffic)
 
     def _tick(self) -> None:
         self._ticking = None
         self.post(Tick())
+
+    def _sample_traffic(self) -> None:
+        """Note what every device carried so far."""
+        self._sampling = None
+        carried = {name: Carried(*one.channel.flow) for name, one in self._connections.items() if name != STAND_IN}
+        with self._lock:
+            self._engine.roster.traffic.sampled(self._loop.time(), carried)
 
     def _act(self, action: Action) -> None:
         match action:
@@ -345,8 +360,9 @@ class Driver:
         self._goodbye = (reason, rejoin)
         self.doorkeeper.close()
         self.post(Closed(error))
-        if self._ticking is not None:
-            self._ticking.cancel()
+        for timer in (self._ticking, self._sampling):
+            if timer is not None:
+                timer.cancel()
         await asyncio.gather(
             *(connection.say_goodbye(reason, rejoin=rejoin) for connection in self._connections.values())
         )

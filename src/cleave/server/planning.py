@@ -118,8 +118,15 @@ class Planning:
             self._adopt(self._fleet())
             self.kept = ""
 
-    def server_costs(self, server: Server) -> None:
-        """Use measured costs of the server from the next plan on."""
+    def server_costs(self, task_s: float, byte_s: float) -> None:
+        """Use measured costs of the server from the next plan on: core seconds per task and per byte."""
+        self._serve(replace(self._setting.server, task_s=task_s, byte_s=byte_s))
+
+    def server_links(self, down_bytes_per_s: float, up_bytes_per_s: float) -> None:
+        """Use measured rates of the server's own link from the next plan on; infinite where it was no limit."""
+        self._serve(replace(self._setting.server, down_bytes_per_s=down_bytes_per_s, up_bytes_per_s=up_bytes_per_s))
+
+    def _serve(self, server: Server) -> None:
         with self._lock:
             self._setting = replace(self._setting, server=server)
 

@@ -11,6 +11,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from cleave.errors import ConnectionLost
 from cleave.protocol import messages
@@ -36,6 +37,16 @@ class Received:
         size_bytes, seconds = self.sustained
         is_told = size_bytes >= TELLING_BYTES and seconds > 0
         return len(self.payload) * seconds / size_bytes if is_told else self.link_s
+
+
+class Flow(NamedTuple):
+    """Traffic of a channel so far, parts of unfinished messages included where the transport can tell."""
+
+    sent_bytes: int
+    sending_s: float
+    """Seconds in which bytes waited to leave all the time; 0 where the transport cannot tell. The same below."""
+    received_bytes: int
+    receiving_s: float
 
 
 class Channel(ABC):
@@ -95,9 +106,14 @@ class Channel(ABC):
         return now_s - self._heard_s
 
     @property
+    def flow(self) -> Flow:
+        return Flow(self.sent_bytes, 0.0, self.received_bytes, 0.0)
+
+    @property
     def moved_bytes(self) -> int:
         """Bytes sent and received, including parts of unfinished messages where the transport can tell."""
-        return self.sent_bytes + self.received_bytes
+        flow = self.flow
+        return flow.sent_bytes + flow.received_bytes
 
     @abstractmethod
     async def _send(self, data: Buffer) -> None: ...

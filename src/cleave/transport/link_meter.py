@@ -33,15 +33,19 @@ class LinkMeter:
         self._last_s = float("-inf")
         self._train_bytes = 0
         self._size_bytes, self._seconds = 0, 0.0
+        self.busy_s = 0.0
+        """Seconds so far in which bytes queued behind others, bursts included."""
 
     def arrived(self, size_bytes: int, now_s: float, *, is_continued: bool) -> None:
         """Count bytes; `is_continued` says that they belong to a frame that had begun to arrive before."""
         gap_s = now_s - self._last_s
         if not (is_continued or gap_s <= _CLOSE_S):
             self._train_bytes = 0
-        elif self._train_bytes >= BURST_BYTES:
-            self._size_bytes += size_bytes
-            self._seconds += gap_s
+        else:
+            self.busy_s += gap_s
+            if self._train_bytes >= BURST_BYTES:
+                self._size_bytes += size_bytes
+                self._seconds += gap_s
         self._train_bytes += size_bytes
         self._last_s = now_s
 

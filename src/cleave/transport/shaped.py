@@ -19,7 +19,7 @@ from typing import Literal
 
 from cleave.errors import ConnectionLost, InputError
 from cleave.protocol.frames import Buffer
-from cleave.transport.base import Channel, Received
+from cleave.transport.base import Channel, Flow, Received
 
 _SLICE_BYTES = 64 << 10
 """Bytes one direction of one channel sends before others get their turn ..."""
@@ -110,8 +110,8 @@ class Shaped(Channel):
         return max(0.0, min(idle_s, self._inner.silent_s))
 
     @property
-    def moved_bytes(self) -> int:
-        return self._out.moved_bytes + self._in.moved_bytes
+    def flow(self) -> Flow:
+        return Flow(self._out.moved_bytes, self._out.busy_s, self._in.moved_bytes, self._in.busy_s)
 
     async def _send(self, data: Buffer) -> None:
         self._start_fetching()  # also notices that the peer is gone
@@ -195,6 +195,13 @@ class _Direction:
         self.changed = asyncio.Event()
         self.busy_until_s = -math.inf
         self.moved_bytes = 0
+        self._busy_s, self._began_s = 0.0, 0.0
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which bytes were leaving or waited for the medium."""
+        is_sending = self.busy_until_s == math.inf
+        return self._busy_s + (asyncio.get_running_loop().time() - self._began_s if is_sending else 0.0)
 
     @property
     def is_busy(self) -> bool:
@@ -213,7 +220,7 @@ class _Direction:
         """Wait until `size_bytes` have left; return when that was."""
         now_s = asyncio.get_running_loop().time()
         at_s = now_s - self._late_s if now_s - self.busy_until_s < _BACK_TO_BACK_S else now_s
-        self.busy_until_s = math.inf
+        self.busy_until_s, self._began_s = math.inf, now_s
         try:
             for start in range(0, size_bytes, self._slice_bytes):
                 slice_bytes = min(self._slice_bytes, size_bytes - start)
@@ -225,6 +232,7 @@ class _Direction:
                 self.moved_bytes += slice_bytes
         finally:
             self.busy_until_s = asyncio.get_running_loop().time()
+            self._busy_s += self.busy_until_s - self._began_s
             self._late_s = self.busy_until_s - at_s
         return at_s
 

@@ -29,7 +29,9 @@ except ImportError:  # the pure Python version, for platforms without the compil
 from cleave.errors import ConnectionLost
 from cleave.printable import printable
 from cleave.protocol.frames import MESSAGE_BYTES, Buffer
-from cleave.transport.link_meter import LinkMeter
+from cleave.transport.base import Flow
+from cleave.transport.kernel_queue import unacknowledged_bytes
+from cleave.transport.link_meter import BURST_BYTES, LinkMeter
 
 PING_S = 20.0
 """Ping after this much silence; disconnect after as much again without an answer."""
@@ -89,6 +91,8 @@ class Stream(asyncio.BufferedProtocol):
         self._closed = asyncio.Event()
         self._heard = self._loop.time()
         self._received_bytes = self._written_bytes = self._taken_bytes = self._unsent_bytes = 0
+        self._last_flow, self._sending_s = (self._heard, 0, 0), 0.0
+        """When it was last asked for, bytes carried and bytes waiting then."""
         self._last_check = (0, 0, False, False)
         self._slow_checks = 0
         self._keepalive: asyncio.TimerHandle | None = None
@@ -142,10 +146,17 @@ class Stream(asyncio.BufferedProtocol):
         return 0.0 if self._reading_paused else self._loop.time() - self._heard
 
     @property
-    def moved_bytes(self) -> int:
-        """Bytes received, and bytes sent as far as the transport can tell."""
-        self._update_taken()
-        return self._received_bytes + self._taken_bytes
+    def flow(self) -> Flow:
+        """Traffic so far: bytes received, and bytes sent that the peer's system has acknowledged."""
+        now_s, waiting = self._loop.time(), len(self._pending)
+        if self._transport is not None:
+            waiting += self._transport.get_write_buffer_size() + unacknowledged_bytes(self._transport)
+        carried = self._written_bytes - waiting
+        before_s, were_carried, were_waiting = self._last_flow
+        if were_waiting >= BURST_BYTES and 0 < carried - were_carried <= were_waiting:  # all that left had waited
+            self._sending_s += now_s - before_s
+        self._last_flow = (now_s, carried, waiting)
+        return Flow(max(carried, 0), self._sending_s, self._received_bytes, self.meter.busy_s)
 
     # -------------------------------------------------------------------------------------------- asyncio protocol
 

@@ -30,7 +30,7 @@ from cleave.errors import ConnectionLost, InputError
 from cleave.printable import printable
 from cleave.protocol.frames import HEADER_BYTES, MESSAGE_BYTES, Buffer
 from cleave.transport.address import PIN_BYTES
-from cleave.transport.base import Channel
+from cleave.transport.base import Channel, Flow
 from cleave.transport.paced import PacedProtocol
 from cleave.transport.shaped import Link, Medium
 from cleave.transport.stream import Stream
@@ -73,8 +73,8 @@ class WebSocketChannel(Channel):
         return self._stream.silent_s
 
     @property
-    def moved_bytes(self) -> int:
-        return self._stream.moved_bytes
+    def flow(self) -> Flow:
+        return self._stream.flow
 
     async def _send(self, data: Buffer) -> None:
         await self._stream.send(data)

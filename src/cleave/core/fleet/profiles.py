@@ -12,7 +12,7 @@ import csv
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from math import isnan
+from math import inf, isnan
 from typing import Any, Final, NewType
 
 import numpy as np
@@ -113,6 +113,12 @@ class Profiles:
 
     def __len__(self) -> int:
         return len(self.names)
+
+    @property
+    def common_medium_bytes_per_s(self) -> float:
+        """Capacity of the medium that all devices share; infinite if they do not."""
+        is_common = self.medium[0] and len(set(self.medium)) == 1
+        return float(self.medium_bytes_per_s[0]) if is_common else inf
 
     def take(self, indices: Ints) -> Profiles:
         """Select devices by index, in the order given."""

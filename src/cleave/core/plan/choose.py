@@ -249,7 +249,7 @@ def _problem(work: PassWork, profiles: Profiles, setting: Setting) -> Problem:
         terms=live_terms(setting.wire),
         wants_dx=work.wants_dx,
         server=setting.server,
-        medium_bytes_per_s=setting.medium_bytes_per_s,
+        medium_bytes_per_s=min(setting.medium_bytes_per_s, profiles.common_medium_bytes_per_s),
         cores=setting.cores,
         leasing=leasing,
     )
@@ -274,7 +274,7 @@ def gemms_s(work: PassWork, profiles: Profiles, setting: Setting) -> float:
                 plan = plan_linear(profiles, linear, setting.wire, server=setting.server)
                 devices_s = max(
                     plan.devices_s,
-                    plan.moved_bytes / setting.medium_bytes_per_s,
+                    plan.moved_bytes / min(setting.medium_bytes_per_s, profiles.common_medium_bytes_per_s),
                     float(linear.flops / profiles.flops_per_s.mean() / setting.cores),
                 )
                 # a product is one task or more on each device; theirs run side by side

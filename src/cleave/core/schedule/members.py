@@ -1,7 +1,7 @@
 """Connected and past devices, and their profiles as measured by their work.
 
-A rate is an amount over the seconds it took, both decaying, so that it follows a device that slows down within a few
-dozen results and ignores a single outlier. The planner reads a snapshot (`Profiles`) of the devices that are not
+A speed is an amount over the seconds it took, both decaying, so that it follows a device that slows down within a few
+dozen results; rates of links are in `link_rate.py`. The planner reads a snapshot (`Profiles`) of the devices that are not
 late. The snapshot, and with it the roster's number, changes only when a device joins, leaves, becomes late or
 recovers, or when a rate has moved far enough to matter, so that plans can be kept. It is built on demand, and nothing
 else visits all devices. A device's record and trust outlive its connection.
@@ -21,18 +21,18 @@ import numpy as np
 from cleave.core.cost.rates import Pace
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.schedule.lateness import Elapsed
+from cleave.core.schedule.link_rate import LinkRate
 from cleave.core.schedule.names import Names
 from cleave.core.schedule.pauses import Pauses
 from cleave.core.schedule.profile_table import Measured, ProfileTable
+from cleave.core.schedule.shared_links import SharedLink, Traffic, network_of
 from cleave.core.verify.trust import Level, Trust
 
-_FADE_LINK_S = 2.0  # seconds of traffic after which a link's past counts half
 _FADE_S = 1.0  # seconds of compute after which a processor's past counts half
 _FIRST_COUNTS = 1 / 16  # of a memory: a claim or a probe gives way to the first work
 _LATENCY_FADE = 1.02
 _MAX_PAST = 4096
-_MAX_BYTES_PER_S, _MAX_FLOPS_PER_S = 20e9, 1e16  # so that a message that arrives instantly still takes some time
-_MIN_BYTES_PER_S, _MIN_FLOPS_PER_S = 1e3, 1e3  # so that no plan divides by zero, whatever a device reports
+_MAX_FLOPS_PER_S, _MIN_FLOPS_PER_S = 1e16, 1e3  # so that no plan divides by zero, whatever a device reports
 _MAX_DROP = 4.0  # factor by which one measurement can lower a rate
 _MAX_SHARE = 32.0  # measurements larger than this many memories are scaled down: one lie must not drown all that follow
 _NEWCOMER_TIMES, _FIRST_FLOPS_PER_S = 4.0, 2.5e14
@@ -151,8 +151,8 @@ class Member:
     memory_bytes: int
     latency_s: float
     flops: Rate
-    down: Rate
-    up: Rate
+    down: LinkRate
+    up: LinkRate
     fixed: FixedCost = field(default_factory=FixedCost)
     address: str = ""
     key: str | None = ""
@@ -216,8 +216,9 @@ class Member:
 
     def start_no_faster_than(self, before: Member) -> None:
         """Cap the rates of a new probe, which a short burst may have inflated, at those its earlier work showed."""
-        for ours, theirs in ((self.flops, before.flops), (self.down, before.down), (self.up, before.up)):
-            ours.limit(theirs.value)
+        self.flops.limit(before.flops.value)
+        self.down.limit(before.down.value)
+        self.up.limit(before.up.value)
 
     @property
     def pace(self) -> Pace:
@@ -279,6 +280,7 @@ class Roster:
         self.past = PastMembers()
         self.number = 0
         """Grows whenever the snapshot changes."""
+        self.traffic = Traffic()
         self._table = ProfileTable()
         self._snapshot: Profiles | None = None
         self._names = Names()
@@ -309,8 +311,8 @@ class Roster:
             memory_bytes=memory_bytes,
             latency_s=latency_s,
             flops=Rate(flops_per_s, flops_per_s * _FADE_S, _MAX_FLOPS_PER_S, _MIN_FLOPS_PER_S),
-            down=Rate(down_bytes_per_s, down_bytes_per_s * _FADE_LINK_S, _MAX_BYTES_PER_S, _MIN_BYTES_PER_S),
-            up=Rate(up_bytes_per_s, up_bytes_per_s * _FADE_LINK_S, _MAX_BYTES_PER_S, _MIN_BYTES_PER_S),
+            down=LinkRate(down_bytes_per_s),
+            up=LinkRate(up_bytes_per_s),
             address=address,
             key=key,
             level=level,
@@ -414,12 +416,37 @@ class Roster:
     def profiles(self) -> Profiles | None:
         """A snapshot of the devices that are not late, or of all if all are late; None if none is connected."""
         if self._snapshot is None and self.members:
-            self._snapshot = self._table.snapshot(without=self._late)
+            self._snapshot = self._on_media(self._table.snapshot(without=self._late))
         return self._snapshot
 
     def fresh_profiles(self) -> Profiles | None:
         """The connected devices as measured up to now, late ones included; None if none is connected."""
-        return self.select(list(self.members)) if self.members else None
+        return self._on_media(self.select(list(self.members))) if self.members else None
+
+    def find_shared_links(self) -> tuple[SharedLink, ...]:
+        """Tell from recent traffic which links devices share; return what was found since the last time."""
+        before = self.traffic.shared
+        networks = {name: network_of(member.address) for name, member in self.members.items() if name != STAND_IN}
+        if self.traffic.find(networks):
+            self._changed()
+        return tuple(link for link in self.traffic.shared if link not in before)
+
+    def _on_media(self, profiles: Profiles) -> Profiles:
+        """Show the media that devices share.
+
+        One that all share limits plans by itself, and each link may use all of it, however slow it was beside others.
+        Plans know no media of a part of the fleet: there, links keep the rates at which they ran side by side.
+        """
+        media = {name: link for link in self.traffic.shared if link.is_medium for name in link.devices}
+        if media.keys().isdisjoint(profiles.names):
+            return profiles
+        on = [media.get(name) for name in profiles.names]
+        capacity = np.array([np.nan if link is None else link.down_bytes_per_s for link in on])
+        medium = tuple("" if link is None else min(link.devices) for link in on)
+        shown = replace(profiles, medium=medium, medium_bytes_per_s=capacity)
+        if shown.common_medium_bytes_per_s == math.inf:
+            return shown
+        return replace(shown, down_bytes_per_s=capacity, up_bytes_per_s=capacity)
 
     def select(self, names: Sequence[str]) -> Profiles:
         """Profiles of some members, in this order."""

@@ -6,8 +6,6 @@ Here the nearly exhaustive search of `small_fleet` does the same work, and `step
 
 from __future__ import annotations
 
-from math import inf
-
 import numpy as np
 
 from cleave.core.cost.rates import Server
@@ -51,7 +49,7 @@ def plan_few(
         terms=terms,
         wants_dx=not shape.adapter_rank,  # adapters leave the token table as it is
         server=server,
-        medium_bytes_per_s=_medium_bytes_per_s(profiles),
+        medium_bytes_per_s=profiles.common_medium_bytes_per_s,
         leasing=leasing,
     )
     plan = plan_columns(problem, chunks=_CHUNKS)
@@ -107,8 +105,3 @@ def _synchronised(problem: Problem, column: Column) -> float:
     """Trained numbers of a column that cross its holders' links in a step."""
     held = problem.sums.sublayers[column.shard.first : column.shard.stop]
     return sum(one.unleased if column.is_leased else one.trained / column.shard.of for one in held)
-
-
-def _medium_bytes_per_s(profiles: Profiles) -> float:
-    """Capacity of the medium, if all devices share one."""
-    return float(profiles.medium_bytes_per_s[0]) if len(set(profiles.medium)) == 1 and profiles.medium[0] else inf
