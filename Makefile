@@ -48,7 +48,7 @@ fuzz: .venv/ready
 	done
 
 bench-resident: .venv/ready
-	for script in home resident_bytes departure; do $(BIN)/python benchmarks/$$script.py || exit 1; echo; done
+	for script in home resident_bytes departure virtual_departure; do $(BIN)/python benchmarks/$$script.py || exit 1; echo; done
 
 # other systems that train on several machines, in an environment of their own: torch first, at the version pinned here
 rivals: build/rivals/ready

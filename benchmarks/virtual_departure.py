@@ -8,6 +8,7 @@ Run: python benchmarks/virtual_departure.py
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +20,6 @@ from tests.support.plans import Layout, plan_of, stage_of
 from tests.support.virtual_fleet import Fleet, batch_of, decoder
 
 from cleave.core.cost.rates import Pace
-from cleave.core.schedule.tasks import Task
 
 _MBIT_BYTES = 1e6 / 8
 _MOMENTS = 8
@@ -40,33 +40,16 @@ class Took:
     up_bytes: int
 
 
-class Counting(Device):
-    """A device that counts what it was given to do."""
-
-    __slots__ = ("computed_s", "moved")
-
-    def __init__(self, pace: Pace) -> None:
-        super().__init__(pace, 4 << 30)
-        self.computed_s, self.moved = 0.0, (0, 0)
-
-    def finish(self, task: Task, down_bytes: int, now: float) -> float:
-        self.computed_s += self.compute_s(task)
-        self.moved = self.moved[0] + down_bytes, self.moved[1] + task.up_bytes
-        return super().finish(task, down_bytes, now)
-
-
 class Bench:
     """A fleet of equal devices under a plan."""
 
     def __init__(self, layout: Layout, links: tuple[int, int], gflops: float) -> None:
         count = len({name for _, slices in layout for column in slices for name in column})
         pace = Pace(gflops * 1e9, links[0] * _MBIT_BYTES, links[1] * _MBIT_BYTES, 0.002)
-        self._devices = [Counting(pace) for _ in range(count)]
+        self._devices = [Device(pace, 4 << 30) for _ in range(count)]
         self._fleet, self._model = Fleet(self._devices), decoder(layers=4, hidden=256, inner=704, words=2048)
-        firsts = [sum(number for number, _ in layout[:at]) for at in range(len(layout))]
-        stages = [
-            stage_of(first, number, slices, "all") for first, (number, slices) in zip(firsts, layout, strict=True)
-        ]
+        firsts = itertools.accumulate((count for count, _ in layout), initial=0)
+        stages = [stage_of(first, count, slices, "all") for first, (count, slices) in zip(firsts, layout, strict=False)]
         self._plan = plan_of(stages, chunk=256)
 
     def step(self, leaving_after_s: float | None = None) -> Took:
@@ -89,8 +72,8 @@ class Bench:
         return Took(
             0.0,
             sum(device.computed_s for device in self._devices),
-            sum(device.moved[0] for device in self._devices),
-            sum(device.moved[1] for device in self._devices),
+            sum(device.down_bytes for device in self._devices),
+            sum(device.up_bytes for device in self._devices),
         )
 
 

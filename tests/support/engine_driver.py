@@ -61,6 +61,11 @@ class Device:
     busy_until: float = 0.0
     up_until: float = 0.0
     cancelled: set[TaskId] = field(default_factory=lambda: set[TaskId]())
+    computed_s: float = 0.0
+    down_bytes: int = 0
+    up_bytes: int = 0
+    _sent_at: dict[TaskId, float] = field(default_factory=lambda: dict[TaskId, float]())
+    """When the results of tasks have left."""
 
     def compute_s(self, task: Task) -> float:
         return self.pace.task_s + task.flops * task.effort / self.pace.flops_per_s
@@ -70,7 +75,19 @@ class Device:
         self.down_until = max(self.down_until, now) + down_bytes / self.pace.down_bytes_per_s
         self.busy_until = max(self.busy_until, self.down_until) + self.compute_s(task)
         self.up_until = max(self.up_until, self.busy_until) + task.up_bytes / self.pace.up_bytes_per_s
+        self._sent_at[task.id] = self.up_until
+        self.computed_s += self.compute_s(task)
+        self.down_bytes += down_bytes
+        self.up_bytes += task.up_bytes
         return self.up_until + self.pace.latency_s
+
+    def cancel(self, task: Task, now: float) -> None:
+        """Send nothing more of a result; what was to follow it keeps its time, what comes later does not wait."""
+        self.cancelled.add(task.id)
+        unsent_s = self._sent_at.pop(task.id, now) - now
+        self.up_bytes -= min(task.up_bytes, max(0, round(unsent_s * self.pace.up_bytes_per_s)))
+        self._sent_at = {id: at for id, at in self._sent_at.items() if at > now}
+        self.up_until = max([now, *self._sent_at.values()])
 
 
 class NoNumbers:
@@ -185,7 +202,7 @@ class VirtualDriver:
                 self._start(task, sum(operand.wire_bytes for operand in task.operands if operand.id in missing))
             case Cancel(task):
                 if task.device in self.devices:
-                    self.devices[task.device].cancelled.add(task.id)
+                    self.devices[task.device].cancel(task, self.now)
                     self.post(CancelSent(task.device, task.id))
             case Check(task, part):
                 self.post(Checked(task.device, task, part, None, None))

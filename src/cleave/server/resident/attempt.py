@@ -201,7 +201,7 @@ class Attempt:
         mates = (desk.device for desk in self._pipeline.desks.at(shard))
         if any(mate != device and mate not in self._fleet.late for mate in mates):
             return True
-        return any(helper != device for helper, _, _ in self._adopters(shard))
+        return any(desk.device != device for desk in self._adopters(shard))
 
     def resettle(self, units: Sequence[Unit] = ()) -> Requests:
         """Assign shards that no device serves, and submit units that can run now."""
@@ -211,17 +211,18 @@ class Attempt:
 
     def _adopt(self, shard: Shard) -> None:
         """Assign an unserved shard to a fast device that has room for it beside its own."""
-        for device, flops_per_s, slots in self._adopters(shard):
-            self._pipeline.desks.add(shard, Desk(device, slots, flops_per_s))
-            return
+        desk = next(self._adopters(shard), None)
+        if desk is not None:
+            self._pipeline.desks.add(shard, desk)
 
-    def _adopters(self, shard: Shard) -> Iterator[tuple[DeviceId, float, int]]:
-        """Yield devices with room for a shard beside their own, their speed, and the sequences they could open."""
+    def _adopters(self, shard: Shard) -> Iterator[Desk]:
+        """Yield desks for devices with room for a shard beside their own."""
         for device, flops_per_s in self._fleet.helpers():
             if device not in self._avoid and device not in self._barred:
-                slots = self._tasks.slots_beside(shard, device, self._fleet.memory_bytes(device), self._pipeline)
-                if slots:
-                    yield device, flops_per_s, slots
+                memory_bytes = self._fleet.memory_bytes(device)
+                desk = self._tasks.desk_beside(shard, device, flops_per_s, memory_bytes, self._pipeline)
+                if desk is not None:
+                    yield desk
 
     # -------------------------------------------------------------------------------------------- results
 

@@ -16,7 +16,7 @@ from cleave.core.cost.rates import thin_effort
 from cleave.core.cost.streams import stream_format
 from cleave.core.cost.wire import DEVICE_BYTES, WireFormat, encoded_bytes
 from cleave.core.model.decoder import Decoder, Head, Part, View
-from cleave.core.model.keeping import Keeping
+from cleave.core.model.keeping import KEEPINGS, Keeping
 from cleave.core.model.shard import Shard
 from cleave.core.plan.resident.stages import Holding, ResidentPlan
 from cleave.core.plan.resident.timeline import AHEAD, BACKWARD, FORWARD, READING
@@ -155,9 +155,20 @@ class ResidentTasks:
                 f"for offers {offered / 1e6:.3g} MB; add devices or memory, or train with shorter sequences"
             )
 
-    def slots_beside(self, shard: Shard, device: DeviceId, memory_bytes: int, pipeline: Pipeline) -> int:
-        """Number of sequences of a shard that a device could have open beside what it already serves."""
-        return self._slots(shard, memory_bytes - self._taken_bytes(device, pipeline), 1)
+    def desk_beside(
+        self, shard: Shard, device: DeviceId, flops_per_s: float, memory_bytes: int, pipeline: Pipeline
+    ) -> Desk | None:
+        """A desk for a device at a shard beside those it already serves; None if it has no room for a sequence.
+
+        It keeps for backward whatever leaves room for all sequences.
+        """
+        free_bytes = memory_bytes - self._taken_bytes(device, pipeline)
+        may_keep = self._may_keep and bool(self.held[shard].demand.kv_width)
+        for keeps in reversed(KEEPINGS) if may_keep else KEEPINGS[:1]:
+            slots = self._slots(shard, free_bytes, 1, keeps)
+            if slots == self._batch.sequences or (slots and keeps == "nothing"):
+                return Desk(device, slots, flops_per_s, keeps)
+        return None
 
     def _taken_bytes(self, device: DeviceId, pipeline: Pipeline) -> int:
         """Memory that the shards a device serves take, with as many sequences as it may have open."""
