@@ -18,7 +18,7 @@ from cleave.train.offload.lease_held import Held
 from cleave.train.offload.leased_tensors import LeasedParameter, LeasedState
 from cleave.train.offload.leases import Leases
 
-TIGHT = (ROOMY, 47_420, 60_000)
+TIGHT = (ROOMY, 47_420, 130_000)
 """Memory in which the second device has no room for a copy of what it is lent, and the third for some of it."""
 
 
