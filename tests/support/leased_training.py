@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from cleave.train.offload.distribute import distribute, undistribute
 from cleave.train.offload.leased_tensors import LeasedParameter
 
 STEPS = 5
+ROOM = (ROOMY,) * 3
 EPS = 1e-4  # the gradient of a key bias is pure rounding, which Adam would scale up to the size of any other
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "adamw": lambda parameters: optim.AdamW(parameters, lr=1e-2, eps=EPS),
@@ -84,11 +85,10 @@ class Told:
 
 
 @contextmanager
-def on_three_devices(told: Told, dooms: dict[int, Moment] | None = None, **options: Any) -> Iterator[InProcess]:
+def on_devices(told: Told, dooms: dict[int, Moment] | None = None, **options: Any) -> Iterator[InProcess]:
     arrange = leased(options.pop("counts", (1, 2, 2)), every=options.pop("every", 1000))
-    with InProcess(
-        [options.pop("memory_bytes", ROOMY)] * 3, arrange=arrange, dooms=dooms, listener=told, **options
-    ) as fleet:
+    memory_bytes = options.pop("memory_bytes", ROOM)
+    with InProcess(memory_bytes, arrange=arrange, dooms=dooms, listener=told, **options) as fleet:
         yield fleet
 
 
@@ -110,7 +110,7 @@ def compare(
     plain_act: Act | None = None,
     wire: Any = "fp32",
     every: int = 1000,
-    memory_bytes: int = ROOMY,
+    memory_bytes: Sequence[int] = ROOM,
     make: Callable[[str], nn.Module] = make,
     tolerance: float = 1e-4,
     **options: Any,
@@ -128,7 +128,7 @@ def compare(
         counts.append(leased_count(model))
         given(step, model, optimizer)
 
-    with on_three_devices(told, dooms, wire=wire, every=every, memory_bytes=memory_bytes) as fleet:
+    with on_devices(told, dooms, wire=wire, every=every, memory_bytes=memory_bytes) as fleet:
         model = distribute(make(family), fleet.cluster, offload="always", tell=told, grain="resident")
         own = OPTIMIZERS[optimizer](model.parameters())
         stack.know(model, own)

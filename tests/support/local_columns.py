@@ -109,6 +109,9 @@ class LocalColumns:
     def lease(self, decoder: Decoder, plan: object, lent: object) -> object:
         raise AssertionError("plans without devices lend nothing")
 
+    def place(self, work: PassWork) -> None:
+        raise AssertionError("plans without devices lend nothing")
+
     def intact(self, lease: object) -> frozenset[int]:
         raise AssertionError("plans without devices lend nothing")
 

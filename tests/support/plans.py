@@ -51,7 +51,7 @@ def leased(counts: Sequence[int], chunk: int = 8, every: int = 1000) -> Callable
     """
 
     def arrange(problem: Problem, **_: object) -> ResidentPlan:
-        names, first = problem.profiles.names, 0
+        names, first = sorted(problem.profiles.names), 0  # they join in any order
         stages: list[Stage] = []
         for number, count in enumerate(counts):
             left = len(problem.sums.sublayers) - first

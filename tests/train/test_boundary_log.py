@@ -13,8 +13,9 @@ from cleave.core.model.shard import Shard
 from cleave.core.model.update_rule import Sgd
 from cleave.protocol.numbers import NumpyCodec
 from cleave.train.offload.boundary_log import BoundaryLog, LogFullError, LoggedPass
+from cleave.train.offload.spool import Spool, SpoolFullError
 
-SHARD = Shard(first=0, count=2)
+SHARD, OTHER = Shard(first=0, count=2), Shard(first=2, count=2)
 ROWS, COLS = 6, 40
 RULES = {0: (Sgd(rate=0.1), 1.0)}
 
@@ -29,9 +30,7 @@ def batch() -> Batch[Any]:
 
 def add(log: BoundaryLog, seed: int) -> LoggedPass:
     log.add_pass(batch(), 1.0, [(SHARD, matrix(seed), matrix(seed + 1))], {3: (matrix(seed + 2), "fp32")})
-    last = log.records[-1]
-    assert isinstance(last, LoggedPass)
-    return last
+    return log.open_passes[-1]
 
 
 @pytest.mark.parametrize("memory_bytes", [0, 1 << 20])
@@ -58,24 +57,73 @@ def test_what_is_logged_does_not_change_with_its_matrix() -> None:
 
 def test_only_passes_since_the_last_update_remain_after_a_fetch() -> None:
     log = BoundaryLog(NumpyCodec(), "fp32", memory_bytes=0)
-    add(log, 1)
+    first = add(log, 1)
     log.add_update(RULES)
     assert not log.open_passes
-    assert len(log.finished) == 2
+    assert [step.passes for step in log.steps(0)] == [[first]]
+    assert log.steps(0)[0].rules == RULES
     last = add(log, 5)
-    log.forget_finished()
-    assert log.records == log.open_passes == [last]
+    log.forget(SHARD, log.position)
+    assert log.position == 1
+    assert not log.steps(1)
+    assert log.open_passes == [last]
     np.testing.assert_array_equal(log.border(last, SHARD)[0], matrix(5))
     log.add_update(RULES)
-    log.forget_finished()
+    log.forget(SHARD, log.position)
     assert log.bytes == 0
+
+
+@pytest.mark.parametrize("memory_bytes", [0, 1 << 20])
+def test_each_stage_is_forgotten_by_itself(memory_bytes: int) -> None:
+    log = BoundaryLog(NumpyCodec(), "fp32", memory_bytes=memory_bytes)
+    for seed in range(4):
+        log.add_pass(batch(), 1.0, [(SHARD, matrix(seed), None), (OTHER, matrix(seed + 10), None)], {})
+        log.add_update(RULES)
+    log.forget(SHARD, 3)
+    assert [list(one.borders) for step in log.steps(0) for one in step.passes] == [[OTHER]] * 3 + [[SHARD, OTHER]]
+    log.forget(OTHER, 2)
+    (third, last) = (step.passes[0] for step in log.steps(2))
+    np.testing.assert_array_equal(log.border(third, OTHER)[0], matrix(12))
+    np.testing.assert_array_equal(log.border(last, SHARD)[0], matrix(3))
+    log.forget(OTHER, 4)
+    log.forget(SHARD, 4)
+    assert log.bytes == 0
+    assert log.position == 4
+
+
+def test_passes_that_were_given_up_leave_nothing() -> None:
+    log = BoundaryLog(NumpyCodec(), "fp32")
+    add(log, 1)
+    log.forget_open()
+    assert not log.open_passes
+    assert log.bytes == 0
+
+
+def test_a_file_goes_with_the_last_of_its_matrices() -> None:
+    size = 4 * ROWS * COLS
+    spool = Spool(memory_bytes=0, disk_bytes=4 * size, file_bytes=2 * size)
+    encoded = [NumpyCodec().encode(matrix(seed), "fp32") for seed in range(5)]
+    stored = [spool.store(one, ROWS, COLS, "fp32") for one in encoded[:4]]
+    with pytest.raises(SpoolFullError):
+        spool.store(encoded[4], ROWS, COLS, "fp32")
+    spool.free(stored[0])
+    assert spool.bytes == 4 * size
+    spool.free(stored[1])
+    assert spool.bytes == 2 * size
+    again = spool.store(encoded[4], ROWS, COLS, "fp32")
+    for one, expected in zip((*stored[2:], again), encoded[2:], strict=True):
+        np.testing.assert_array_equal(spool.load(one), expected)
+    for one in (*stored[2:], again):
+        spool.free(one)
+    assert spool.bytes == 0
 
 
 def test_a_log_without_room_says_so() -> None:
     log = BoundaryLog(NumpyCodec(), "fp32", memory_bytes=0, disk_bytes=4 * ROWS * COLS)
     with pytest.raises(LogFullError):
         add(log, 1)
-    assert not log.records
+    assert not log.open_passes
+    assert log.bytes == 0, "what had been stored of the pass is freed"
     log.close()
 
 

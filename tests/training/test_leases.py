@@ -17,7 +17,7 @@ from tests.support.leased_training import (
     check_same,
     compare,
     leased_count,
-    on_three_devices,
+    on_devices,
     train,
 )
 from torch import nn, optim
@@ -80,7 +80,7 @@ def test_two_devices_that_leave_one_after_the_other_change_no_loss() -> None:
 
 def test_weights_of_devices_that_all_left_are_recovered_by_the_server_alone() -> None:
     plain = make("llama")
-    with on_three_devices(Told(), {device: Moment("update", "returned", 1) for device in range(3)}) as fleet:
+    with on_devices(Told(), {device: Moment("update", "returned", 1) for device in range(3)}) as fleet:
         model = distribute(make("llama"), fleet.cluster, offload="always", grain="resident")
         for each in (plain, model):
             optimizer = OPTIMIZERS["adamw"](each.parameters())
@@ -196,7 +196,7 @@ def test_gradients_on_devices_have_their_norm_and_shape() -> None:
     plain = make("llama")
     batch = tokens(0, 3)
     plain(input_ids=batch, labels=batch).loss.backward()
-    with on_three_devices(Told()) as fleet:
+    with on_devices(Told()) as fleet:
         model = distribute(make("llama"), fleet.cluster, offload="always", grain="resident")
         optimizer = OPTIMIZERS["adamw"](model.parameters())
         stack.know(model, optimizer)
@@ -224,7 +224,7 @@ def test_leased_weights_cross_no_link() -> None:
             optimizer.zero_grad()
             totals.append((fleet.cluster.totals().down_bytes, fleet.cluster.totals().up_bytes))
 
-        with on_three_devices(Told()) as fleet:
+        with on_devices(Told()) as fleet:
             options: Any = {"offload": "always", "grain": "resident", "may_lease": may_lease}
             model = distribute(make("llama"), fleet.cluster, **options)
             train(model, OPTIMIZERS["adamw"](model.parameters()), after_step=note)
@@ -242,7 +242,7 @@ def test_leased_weights_cross_no_link() -> None:
 
 def test_an_optimizer_that_devices_cannot_run_stays_here_and_says_why() -> None:
     told = Told()
-    with on_three_devices(told) as fleet:
+    with on_devices(told) as fleet:
         model = distribute(make("llama"), fleet.cluster, offload="always", tell=told, grain="resident")
         plain = make("llama")
         expected = train(plain, optim.Adagrad(plain.parameters(), lr=1e-2))
@@ -274,3 +274,15 @@ def test_a_log_that_cannot_be_written_ends_leases_and_changes_no_loss(monkeypatc
     told = Told()
     compare(told, passes=2)
     assert told.has("no space left")
+
+
+def test_adapters_that_devices_keep_train_the_same() -> None:
+    from peft import LoraConfig, get_peft_model
+
+    def lora(family: str) -> nn.Module:
+        torch.manual_seed(2)
+        model: Any = get_peft_model(make(family), LoraConfig(r=3, target_modules=["q_proj", "v_proj", "up_proj"]))  # type: ignore[arg-type]
+        return model
+
+    adapters = sum(one.requires_grad for one in lora("llama").parameters())
+    assert compare(Told(), make=lora) == adapters > 0

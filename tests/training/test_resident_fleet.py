@@ -40,7 +40,7 @@ class Recorded:
         self._cluster = cluster
         self.wire, self.tensor = cluster.wire, cluster.tensor
         self.choose_layer, self.step_ended = cluster.choose_layer, cluster.step_ended
-        self.lease, self.intact, self.rescue = cluster.lease, cluster.intact, cluster.rescue
+        self.lease, self.place, self.intact, self.rescue = cluster.lease, cluster.place, cluster.intact, cluster.rescue
         self.before_closing = cluster.before_closing
         self.refusal: str | None = None
         self.passes: list[tuple[Decoder, Batch]] = []

@@ -35,7 +35,7 @@ from cleave.core.schedule.members import STAND_IN, Member
 from cleave.core.schedule.tasks import DeviceId
 from cleave.core.verify.trust import usual_share
 from cleave.core.verify.vouching import Vouching
-from cleave.errors import FleetGoneError
+from cleave.errors import FleetGoneError, InfeasibleError
 from cleave.protocol.numbers import Codec, Matrix, NumpyCodec
 from cleave.server.admission.tokens import Keys
 from cleave.server.contract import EngineEvent, Run, RunSubmitted
@@ -306,6 +306,13 @@ class Cluster:
             lease.follow(run)
         self._start(run)
         return run
+
+    def place(self, work: PassWork) -> ResidentPlan | None:
+        """Plan for the devices that are connected now; None if they cannot do it."""
+        try:
+            return self.planning.plan_again(work, (), ())
+        except InfeasibleError:
+            return None
 
     def intact(self, lease: Lease) -> frozenset[int]:
         """Leased parameters that their devices still hold."""

@@ -155,7 +155,8 @@ class BoundaryLog:
         encoded = self._codec.encode(np.ascontiguousarray(matrix), format)
         if encoded.base is not None:  # fp32 is not copied, and its numbers will change
             encoded = encoded.copy()
-        return self._spool.store(encoded, *matrix.shape, format)
+        rows, cols = matrix.shape
+        return self._spool.store(encoded, rows, cols, format)
 
     def _load(self, stored: Stored) -> Matrix:
         values = np.empty((stored.rows, stored.cols), dtype=np.float32)

@@ -96,6 +96,22 @@ class LeasedShard:
             under_way.cancel()
 
 
+def lent(fleet: Any, optimizer: optim.Optimizer, group: Group, parameter: nn.Parameter) -> tuple[Any, ...]:
+    """Return a parameter and its optimizer states as tensors of the fleet, with their numbers."""
+    found = []
+    for one in (parameter, *update_rules.states(optimizer, group, parameter)):
+        numbers = matrix(one)
+        found.append(fleet.tensor(*numbers.shape, "fp32"))
+        found[-1].bind(numbers)
+    return tuple(found)
+
+
+def matrix(tensor: torch.Tensor) -> Matrix:
+    """Return the numbers of a tensor, not copied."""
+    flat = tensor.detach().contiguous()
+    return flat.view(1, -1).numpy() if flat.dim() == 1 else flat.numpy()
+
+
 @dataclass(slots=True, eq=False)
 class Held:
     """A lease in force."""
@@ -133,6 +149,10 @@ class Held:
             yield parameter
             own = self.optimizer.state[parameter]
             yield from (own[name] for name in update_rules.state_names(self.group(number)))
+
+    def lent(self, fleet: Any, number: int) -> tuple[Any, ...]:
+        """Return a parameter and its states as tensors of the fleet, to be lent."""
+        return lent(fleet, self.optimizer, self.group(number), self.parameters[number])
 
     def write(self, values: Mapping[int, Any]) -> None:
         """Take over weights and states."""

@@ -155,7 +155,7 @@ def _shares_memory(result: Any, parameters: Iterable[torch.Tensor]) -> bool:
 
 def lease(tensor: torch.Tensor, keeper: Keeper) -> None:
     """Make a parameter or a state ask its keeper from now on."""
-    tensor.__class__ = LeasedParameter if isinstance(tensor, nn.Parameter) else LeasedState
+    tensor.__class__ = LeasedParameter if isinstance(tensor, nn.Parameter) else LeasedState  # type: ignore[assignment]
     tensor._cleave_keeper = keeper  # type: ignore[attr-defined]
 
 

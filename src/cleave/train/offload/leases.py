@@ -35,7 +35,7 @@ from cleave.train.offload import update_rules
 from cleave.train.offload.boundary_log import BoundaryLog, LogFullError
 from cleave.train.offload.codec import TorchCodec
 from cleave.train.offload.families import Description
-from cleave.train.offload.lease_held import FleetLease, Generation, Held, LeasedShard
+from cleave.train.offload.lease_held import FleetLease, Generation, Held, LeasedShard, lent, matrix
 from cleave.train.offload.lease_recovery import Replay, fetch_survivors
 from cleave.train.offload.leased_tensors import LeasedGradient, lease, release
 from cleave.train.offload.linear import Weights, parameter_format
@@ -185,14 +185,11 @@ class Leases:
         if any(one.grad is not None for one in parameters.values()):
             return None  # gradients that are here would have to go along
         groups = {id(one): group for group in optimizer.param_groups for one in group["params"]}
-        lent = {
-            number: tuple(
-                self._tensor(one)
-                for one in (parameter, *update_rules.states(optimizer, groups[id(parameter)], parameter))
-            )
+        given = {
+            number: lent(self._fleet, optimizer, groups[id(parameter)], parameter)
             for number, parameter in parameters.items()
         }
-        begun: FleetLease = self._fleet.lease(description.stack, plan, lent)
+        begun: FleetLease = self._fleet.lease(description.stack, plan, given)
         try:
             self._fleet.wait(begun.lend())
         except LeaseLost as fault:
@@ -218,12 +215,6 @@ class Leases:
             f"{min(one.every for one in held.shards)} steps or more, and weights when they are read or saved"
         )
         return held
-
-    def _tensor(self, tensor: torch.Tensor) -> Any:
-        matrix = _matrix(tensor)
-        found = self._fleet.tensor(*matrix.shape, "fp32")
-        found.bind(matrix)
-        return found
 
     def returned(self, lease: FleetLease, running: Any, batch: Batch[Any], factor: float) -> None:
         """Note that a pass under a lease is complete: its gradients wait on devices, multiplied by a factor.
@@ -255,7 +246,7 @@ class Leases:
     def _changing(self, held: Held) -> dict[int, tuple[Matrix, WireFormat]]:
         """Return the parameters of leased shards that this process steps, as devices have them in this pass."""
         parameters = ((number, held.description.parameters[number]) for number in held.stepped_here)
-        return {number: (_matrix(one), parameter_format(self._fleet, one)) for number, one in parameters}
+        return {number: (matrix(one), parameter_format(self._fleet, one)) for number, one in parameters}
 
     def _make_room(self, held: Held, batch: Batch[Any], factor: float, borders: list[Any], reason: str) -> None:
         """Fetch weights, so that the log can be emptied; if even that does not help, end the lease."""
@@ -473,6 +464,7 @@ class Leases:
             held.take_snapshots()
             held.cancel_snapshots()
             lost = fetch_survivors(self._fleet, held)
+            held.lease.end()  # survivors need room for what is lost
             generation = held.generation
             self._held, self._is_recovering = None, True
             try:
@@ -495,7 +487,6 @@ class Leases:
             for parameter in held.parameters.values():
                 update_rules.forget_unused(held.optimizer, parameter)
             held.log.close()
-            held.lease.end()
 
     # -------------------------------------------------------------------------------------------- hooks
 
@@ -566,9 +557,3 @@ def _is_untouched(gradient: torch.Tensor | None, generation: Generation) -> bool
         and generation.gradients.get(gradient.number) is gradient
         and gradient.factor == generation.factor
     )
-
-
-def _matrix(tensor: torch.Tensor) -> Matrix:
-    """Return the numbers of a tensor, not copied."""
-    flat = tensor.detach().contiguous()
-    return flat.view(1, -1).numpy() if flat.dim() == 1 else flat.numpy()

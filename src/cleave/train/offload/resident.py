@@ -47,6 +47,10 @@ class Columns(Multiplier, Protocol):
         """Prepare to lend parameters and their optimizer states to devices."""
         ...
 
+    def place(self, work: PassWork) -> ResidentPlan | None:
+        """Plan work again that was lost; None if no device can do it."""
+        ...
+
     def intact(self, lease: Any) -> frozenset[int]:
         """Leased parameters that their devices still hold."""
         ...

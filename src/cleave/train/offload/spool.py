@@ -8,6 +8,7 @@ freed. So what is freed roughly in the order in which it was stored takes little
 from __future__ import annotations
 
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import IO
 
@@ -68,6 +69,8 @@ class Spool:
             file.handle.write(encoded.data)
             file.handle.flush()
         except OSError as fault:
+            for empty in [one for one in self._files if not one.stored]:
+                self._close(empty)
             raise SpoolFullError(f"{fault.strerror or fault}") from fault
         found = Stored(rows, cols, format, size, None, file, file.size)
         file.size += size
@@ -89,8 +92,12 @@ class Spool:
             return
         file.stored -= 1
         if not file.stored:
-            self._on_disk -= file.size
-            self._files.remove(file)
+            self._close(file)
+
+    def _close(self, file: _File) -> None:
+        self._on_disk -= file.size
+        self._files.remove(file)
+        with suppress(OSError):  # it may have no room for what it has not written yet
             file.handle.close()
 
     def _last_file(self) -> _File:
