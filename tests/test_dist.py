@@ -18,7 +18,7 @@ import cleave
 
 ROOT = Path(__file__).parents[1]
 PATIENCE_S = 600
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = pytest.mark.slow
 
 
 def bare() -> dict[str, str]:

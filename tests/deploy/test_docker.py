@@ -21,7 +21,7 @@ from tests.deploy.conftest import DEPLOY, Start
 from tests.docs.pages import ROOT
 from tests.support.commands import PATIENCE_S, free_port, joined, last_step, wait_until
 
-pytestmark = [pytest.mark.timeout(1200), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 Instruction = tuple[str, str]
 
 

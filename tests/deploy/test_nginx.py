@@ -17,7 +17,6 @@ from cryptography.x509.oid import NameOID
 from tests.deploy.conftest import DEPLOY, Start
 from tests.support.commands import PATIENCE_S, command, free_port, joined, last_step, wait_until
 
-pytestmark = pytest.mark.timeout(1200)
 TOKEN = "for-friends-only"
 _MAIN = """
 {user}

@@ -16,7 +16,6 @@ from tests.support.commands import PATIENCE_S, free_port, joined, last_step, wai
 
 from cleave.events import Resumed, read_events
 
-pytestmark = pytest.mark.timeout(1200)
 UNITS = sorted((DEPLOY / "systemd").glob("*.service"))
 CLEAVE = Path(sys.executable).with_name("cleave")
 

@@ -24,7 +24,7 @@ from cleave.protocol.programs import GemmProgram, Layout
 from cleave.transport.base import Received
 from cleave.transport.memory import MemoryChannel, memory_pair
 
-DEADLINE_S = 20.0
+DEADLINE_S = 120.0
 MEMORY_BYTES = 1_000_000
 
 

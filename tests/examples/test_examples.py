@@ -17,7 +17,6 @@ from tests.docs.pages import ROOT, Page, read_page
 from tests.docs.runner import Runner, prepared
 from tests.support.commands import PATIENCE_S, Process, environment, free_port, wait_until
 
-pytestmark = pytest.mark.timeout(1200)
 PAGE = read_page(ROOT / "examples" / "README.md")
 LOSS = re.compile(r"loss'?:? '?([\d.]+)")
 

@@ -26,8 +26,6 @@ from cleave.transport.address import parse_address
 from cleave.transport.faulty import Fault, FaultyChannel
 from cleave.transport.websocket import dial
 
-pytestmark = pytest.mark.timeout(400)
-
 DEVICES, AT_LEAST = 3, 2
 LIFE_STEPS = 8.0
 """Mean lifetime of a device: it takes part in a few steps and dies."""

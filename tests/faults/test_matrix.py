@@ -16,7 +16,7 @@ from typing import Any, get_args
 import msgspec
 import numpy as np
 import pytest
-from tests.support.grids import sample_and_rest
+from tests.support.grids import covering_sample, sample_and_rest
 from tests.support.virtual import run
 from tests.support.world import World, layer
 
@@ -44,18 +44,23 @@ ENDS: set[Kind] = {"vanish", "half-open", "stall", "torn-frame", "lie", "deaf"}
 
 
 def cells() -> list[Any]:
-    """Every kind of fault in every phase; the sample has each in one of its manners, in turn."""
-    found: list[Any] = []
+    """Every kind of fault in every phase; the sample has each kind in every phase, and each of its manners."""
+    faults: list[Fault] = []
     for kind in KINDS:
         for phase in PHASES:
-            manners = MANNERS.get(kind, ("", ""))
-            for index, manner in enumerate(manners if (kind, phase) not in MEANINGLESS else ()):
+            for index, manner in enumerate(MANNERS.get(kind, ("", "")) if (kind, phase) not in MEANINGLESS else ()):
                 after = 2 * (index % 2)  # at once, or after some right answers
-                fault = Fault(kind=kind, phase=phase, after=after, manner=manner, seconds=_seconds(kind, after))
-                name = "-".join(filter(None, (kind, manner, phase, str(after))))
-                is_sample = index == (KINDS.index(kind) + PHASES.index(phase)) % len(manners)
-                found.append(pytest.param(fault, id=name, marks=() if is_sample else pytest.mark.exhaustive))
-    return found
+                faults.append(Fault(kind=kind, phase=phase, after=after, manner=manner, seconds=_seconds(kind, after)))
+    axes = [{"at": (fault.kind, fault.phase), "how": (fault.kind, fault.manner, fault.after)} for fault in faults]
+    sample = set(covering_sample(axes, 1))
+    return [
+        pytest.param(
+            fault,
+            id="-".join(filter(None, (fault.kind, fault.manner, fault.phase, str(fault.after)))),
+            marks=() if index in sample else pytest.mark.exhaustive,
+        )
+        for index, fault in enumerate(faults)
+    ]
 
 
 def _seconds(kind: Kind, after: int) -> float:

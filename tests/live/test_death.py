@@ -15,7 +15,7 @@ from tests.support.runs import train
 from cleave.config import load_config
 from cleave.events import CheckpointSaved, Resumed, StepDone, read_events
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 
 def test_an_independent_device_rejoins_a_killed_server_and_losses_stay_the_same(

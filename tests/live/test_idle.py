@@ -5,11 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-import pytest
 from tests.live.conftest import Start
 from tests.support.commands import PATIENCE_S, departures, free_port, joined, last_step, wait_until
-
-pytestmark = pytest.mark.timeout(400)
 
 
 def test_a_server_that_needs_no_devices_tells_itself_and_them(tmp_path: Path, settings: str, start: Start) -> None:

@@ -16,7 +16,6 @@ from cleave.errors import InputError
 from cleave.run_files import running
 from cleave.server.admission.tokens import FILE, Keys
 
-pytestmark = pytest.mark.timeout(400)
 JOIN = re.compile(r"^cleave join '\S+:(\d+)#([\w-]+)\.([\w-]{22})'$", re.MULTILINE)
 
 

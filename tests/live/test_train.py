@@ -25,7 +25,6 @@ from tests.support.runs import train
 from cleave.config import load_config
 from cleave.events import CheckpointSaved, read_events
 
-pytestmark = pytest.mark.timeout(400)
 NEAR = 1e-4
 
 

@@ -15,7 +15,6 @@ from tests.support.commands import PATIENCE_S, free_port, last_step, run, wait_u
 from cleave.cli.main import main
 from cleave.events import RunStarted, read_events
 
-pytestmark = pytest.mark.timeout(400)
 TINY = ["--model", "tiny-llama", "--sequence", "32", "--batch", "2", "--devices", "1", "--eval-every", "0"]
 
 

@@ -21,10 +21,7 @@ from cleave.run_files import running
 from cleave.transport.address import parse_address
 from cleave.transport.websocket import dial
 
-pytestmark = [
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="needs pipes of a given size"),
-]
+pytestmark = pytest.mark.skipif(not hasattr(fcntl, "F_SETPIPE_SZ"), reason="needs pipes of a given size")
 _PIPE_BYTES = 4096
 _AT_ONCE, _ROUNDS = 15, 2
 _NAME = "a-device-with-a-name-of-nearly-sixty-characters-{:03d}"

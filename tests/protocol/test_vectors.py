@@ -34,7 +34,7 @@ from cleave.transport.memory import MemoryChannel, memory_pair
 
 VECTORS = Path(__file__).parents[1] / "vectors"
 DOCUMENT = Path(__file__).parents[2] / "docs" / "protocol.md"
-SOON_S = 20.0
+SOON_S = 120.0
 MEASURED = ("down_bytes", "compute_s", "down_s")
 """Fields that differ from run to run."""
 CLOSE = 1e-5

@@ -33,8 +33,7 @@ from cleave.server.cluster import Cluster
 from cleave.server.operands import Tensor
 from cleave.transport.memory import MemoryChannel, memory_pair
 
-DEADLINE_S = 10.0
-PATIENCE_S = 3.0
+PATIENCE_S = 120.0
 """Deadline for work that takes milliseconds, or forever if something is broken."""
 ROOMY = 64_000_000
 TOLERANCE: dict[WireFormat, float] = {"fp32": 1e-5, "fp16": 2e-3, "bf16": 1.5e-2, "q8": 3e-2}
@@ -55,11 +54,11 @@ class Gate(NumpyKernel):
         self._left -= 1
         if self._left < 0:
             self.reached.set()
-            assert self.opened.wait(DEADLINE_S)
+            assert self.opened.wait(PATIENCE_S)
         return super().multiply(layout, pairs)
 
     def wait(self) -> None:
-        assert self.reached.wait(DEADLINE_S)
+        assert self.reached.wait(PATIENCE_S)
 
 
 class Watch(NumpyKernel):
@@ -103,7 +102,7 @@ class World:
         return self.cluster.choose_layer(linear).plan
 
     def do(self, what: Coroutine[object, object, _Result]) -> _Result:
-        return asyncio.run_coroutine_threadsafe(what, self.loop).result(DEADLINE_S)
+        return asyncio.run_coroutine_threadsafe(what, self.loop).result(PATIENCE_S)
 
     def connect(self) -> MemoryChannel:
         """The device's end of a new connection."""
@@ -151,7 +150,7 @@ class World:
         self.do(cut())
         with self.cluster.fleet_changed:
             assert self.cluster.fleet_changed.wait_for(
-                lambda: self.cluster.devices == before - len(devices), DEADLINE_S
+                lambda: self.cluster.devices == before - len(devices), PATIENCE_S
             )
         self.do(asyncio.sleep(0))  # and has handled it, within one turn of its loop
 
@@ -172,12 +171,12 @@ class World:
 
         self.do(end())
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(DEADLINE_S)
+        self._thread.join(PATIENCE_S)
         self.loop.close()
 
 
 @contextmanager
-def world(devices: int = 0, wire: WireFormat = "fp32", gone_s: float = DEADLINE_S) -> Generator[World]:
+def world(devices: int = 0, wire: WireFormat = "fp32", gone_s: float = PATIENCE_S) -> Generator[World]:
     made = World(wire, gone_s)
     try:
         for _ in range(devices):
@@ -242,7 +241,7 @@ def submitted(there: World, role: Role, of: Layer) -> Future[list[Matrix]]:
 
 
 def check(outputs: Future[list[Matrix]], expected: list[Matrix], tolerance: float = 0.0) -> None:
-    found = outputs.result(DEADLINE_S)
+    found = outputs.result(PATIENCE_S)
     for output, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(output, wanted, rtol=0, atol=tolerance * float(np.abs(wanted).max()))
 
@@ -522,7 +521,7 @@ class Rogue:
         self.channel = there.connect()
         before = there.cluster.devices
         there.do(self._join(flops_per_s))
-        there.cluster.wait_for_devices(before + 1, DEADLINE_S)
+        there.cluster.wait_for_devices(before + 1, PATIENCE_S)
 
     async def _join(self, flops_per_s: float) -> None:
         hello = messages.Hello(

@@ -10,7 +10,7 @@ from cleave.protocol.frames import PAYLOAD_BYTES, Buffer
 from cleave.protocol.messages import AnyMessage, Store
 from cleave.transport.base import Channel, Received
 
-SOON_S = 60.0
+SOON_S = 120.0
 """Deadline far longer than anything here takes, so that a hanging channel fails instead of blocking the suite."""
 
 Result = TypeVar("Result")

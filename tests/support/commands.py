@@ -17,7 +17,7 @@ import psutil
 
 from cleave.events import DeviceJoined, DeviceLeft, StepDone, read_events
 
-PATIENCE_S = 180.0
+PATIENCE_S = 400.0
 """Deadline of every wait, far longer than a busy machine needs: only a failure waits this long."""
 _POLL_S = 0.02
 

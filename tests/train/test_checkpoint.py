@@ -214,12 +214,10 @@ def _kills(*arguments: object) -> int:
     return int(result.stdout.split()[0])
 
 
-@pytest.mark.timeout(600)
 def test_a_kill_at_any_moment_costs_no_finished_save(tmp_path: Path) -> None:
     assert _kills("at-random", tmp_path, 20) == 20
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "situations",
     [

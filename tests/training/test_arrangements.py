@@ -20,7 +20,6 @@ from torch import nn
 from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.train.offload.distribute import distribute
 
-pytestmark = pytest.mark.timeout(60)
 ALLOWED = 1e-4
 DEVICES = (1, 3, 5)
 

@@ -438,6 +438,7 @@ def test_a_guarded_end_refuses_payloads_until_they_are_allowed() -> None:
                     await ours.receive()
             else:
                 assert (await ours.receive()).payload == payload
+            await ours.close()  # its task would be garbage once the name is bound anew
 
     law(main)
 

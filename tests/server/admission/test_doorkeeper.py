@@ -15,7 +15,7 @@ from cleave.server.admission import doorkeeper, tokens
 from cleave.server.admission.doorkeeper import WITHIN_S, Doorkeeper, Turns
 from cleave.server.admission.tokens import FILE, Keys
 
-SOON_S = 30.0
+SOON_S = 120.0
 COST_S = 0.01
 CHOSEN = "a token that a person chose"
 

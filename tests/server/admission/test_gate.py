@@ -29,7 +29,7 @@ from cleave.transport.address import parse_address
 from cleave.transport.base import Channel
 from cleave.transport.websocket import dial
 
-SOON_S = 20.0
+SOON_S = 120.0
 TOKEN = "a-device-token-of-this-run"
 SECRETS = (TOKEN, "granny", "model", "loss", "flops", "memory", "products", "uvicorn", "starlette", "python")
 """Words that no answer to an outsider may contain."""

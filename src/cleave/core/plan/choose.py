@@ -159,9 +159,10 @@ def choose_pass(
 ) -> PassChoice:
     """Keep layers resident on devices, or compute them product by product, whichever takes less time.
 
-    With `must`, layers are resident wherever they fit, and nothing is compared. `previous` is kept unless another arrangement is clearly faster.
-    `audited` is the share of each device's work that this server recomputes, where it is not 0. `factors` say how far
-    each grain's steps were off their model lately; the `standing` grain is kept unless another is clearly faster.
+    With `must`, layers are resident wherever they fit, and nothing is compared. `previous` is kept unless another
+    arrangement is clearly faster. `audited` is the share of each device's work that this server recomputes, where it is
+    not 0. `factors` say how far each grain's steps were off their model lately; the `standing` grain is kept unless
+    another is clearly faster.
     """
     factors = factors or {}
     if profiles is None:
