@@ -30,7 +30,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 import torch
@@ -318,11 +318,11 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="file of finished runs, one JSON object a line (default: none)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    text = Text.of_library()
+    text, log = Text.of_library(), cast("Path | None", options.log)
     settings = {"shared": options.shared, "steps": options.steps, "rate": options.rate}
     runs: dict[Run, float] = {}
-    if options.log is not None and options.log.exists():
-        for run in map(json.loads, options.log.read_text().splitlines()):
+    if log is not None and log.exists():
+        for run in map(json.loads, log.read_text().splitlines()):
             if settings.items() <= run.items():
                 runs[run["size"], run["grain"], run["wire"], run["seed"]] = run["loss"]
     rates = [options.rate * 0.5 * (1 + math.cos(math.pi * step / options.steps)) for step in range(options.steps)]
@@ -337,9 +337,9 @@ def main() -> None:
         runs[run] = finish(text, size, grain, wire, seed, states[size, seed], rates)
         record = dict(zip(("size", "grain", "wire", "seed"), run, strict=True)) | settings | {"loss": runs[run]}
         print(record, f"{time.process_time() - started:.0f} s", flush=True)
-        if options.log is not None:
-            with options.log.open("a") as log:
-                log.write(json.dumps(record) + "\n")
+        if log is not None:
+            with log.open("a") as file:
+                file.write(json.dumps(record) + "\n")
     print(f"\n{settings}, batches of {_BATCH} x {_SEQUENCE} bytes, {_EVALUATED} windows evaluated\n")
     print(_table(runs, options.sizes))
 
