@@ -24,13 +24,13 @@ from __future__ import annotations
 
 import argparse
 import copy
-import itertools
 import json
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, cast
 
 import numpy as np
 import torch
@@ -279,6 +279,15 @@ def _loss(model: Llama, text: torch.Tensor, starts: torch.Tensor) -> torch.Tenso
     return F.cross_entropy(model(windows[:, :-1]).flatten(0, 1), windows[:, 1:].flatten())
 
 
+def _order(sizes: list[str], seeds: int) -> Iterator[Run]:
+    for cells in PASSES:
+        for seed in range(1, seeds + 1):
+            for size in sizes:
+                for grain, wire in cells:
+                    if wire not in SMALLER or size == sizes[0]:
+                        yield size, grain, wire, seed
+
+
 def _table(runs: dict[Run, float], sizes: list[str]) -> str:
     lines = [
         "| model | grain | wire | evaluation loss above plain torch, % per seed | mean | standard error |",
@@ -309,29 +318,28 @@ def main() -> None:
     parser.add_argument("--log", type=Path, help="file of finished runs, one JSON object a line (default: none)")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    text = Text.of_library()
+    text, log = Text.of_library(), cast("Path | None", options.log)
     settings = {"shared": options.shared, "steps": options.steps, "rate": options.rate}
     runs: dict[Run, float] = {}
-    if options.log is not None and options.log.exists():
-        for run in map(json.loads, options.log.read_text().splitlines()):
+    if log is not None and log.exists():
+        for run in map(json.loads, log.read_text().splitlines()):
             if settings.items() <= run.items():
                 runs[run["size"], run["grain"], run["wire"], run["seed"]] = run["loss"]
     rates = [options.rate * 0.5 * (1 + math.cos(math.pi * step / options.steps)) for step in range(options.steps)]
     states: dict[tuple[str, int], State] = {}
-    for cells, seed, size in itertools.product(PASSES, range(1, options.seeds + 1), options.sizes):
-        for grain, wire in cells:
-            run = (size, grain, wire, seed)
-            if run in runs or (wire in SMALLER and size != options.sizes[0]):
-                continue
-            if (size, seed) not in states:
-                states[size, seed] = start(text, size, seed, options.shared, options.rate)
-            started = time.process_time()
-            runs[run] = finish(text, size, grain, wire, seed, states[size, seed], rates)
-            record = dict(zip(("size", "grain", "wire", "seed"), run, strict=True)) | settings | {"loss": runs[run]}
-            print(record, f"{time.process_time() - started:.0f} s", flush=True)
-            if options.log is not None:
-                with options.log.open("a") as log:
-                    log.write(json.dumps(record) + "\n")
+    for run in _order(options.sizes, options.seeds):
+        size, grain, wire, seed = run
+        if run in runs:
+            continue
+        if (size, seed) not in states:
+            states[size, seed] = start(text, size, seed, options.shared, options.rate)
+        started = time.process_time()
+        runs[run] = finish(text, size, grain, wire, seed, states[size, seed], rates)
+        record = dict(zip(("size", "grain", "wire", "seed"), run, strict=True)) | settings | {"loss": runs[run]}
+        print(record, f"{time.process_time() - started:.0f} s", flush=True)
+        if log is not None:
+            with log.open("a") as file:
+                file.write(json.dumps(record) + "\n")
     print(f"\n{settings}, batches of {_BATCH} x {_SEQUENCE} bytes, {_EVALUATED} windows evaluated\n")
     print(_table(runs, options.sizes))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -308,3 +309,27 @@ def test_moved_bytes_are_those_of_the_blocks() -> None:
         for rows, cols, inner in map(sides, blocks):
             numbers += inner * (rows + cols) + rows * cols
     assert plan.moved_bytes == 2 * numbers
+
+
+HEAD = replace(LAYER, is_head=True)
+
+
+def test_rows_of_logit_gradients_are_counted_in_16_bits_over_q8() -> None:
+    fleet = alike(3, flops=1e12, down=1e9, up=1e9)
+    plan, other = plan_linear(fleet, HEAD, "q8"), plan_linear(fleet, LAYER, "q8")
+    assert plan.way == other.way == "rows"
+    assert plan.moved_bytes - other.moved_bytes == pytest.approx((2 - 1.0625) * LAYER.tokens * LAYER.out_width)
+    assert plan_linear(fleet, HEAD, "bf16") == plan_linear(fleet, LAYER, "bf16")
+
+
+def test_blocks_of_logit_gradients_are_counted_in_16_bits_over_q8() -> None:
+    fleet = alike(64, flops=1e12, down=12e6, up=3e6)
+    plan = plan_linear(fleet, HEAD, "q8")
+    assert plan.way == "blocks"
+    expected = 0.0
+    for role, blocks in plan.blocks.items():
+        for rows, cols, inner in map(sides, blocks):
+            a_bytes = 1.0625 if role == "forward" else 2
+            expected += a_bytes * inner * rows + 1.0625 * (inner * cols + rows * cols)
+    assert plan.moved_bytes == pytest.approx(expected)
+    assert plan.total_s > plan_linear(fleet, LAYER, "q8").total_s

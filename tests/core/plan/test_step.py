@@ -62,6 +62,16 @@ def test_each_gemm_is_planned_as_it_would_be_on_its_own() -> None:
         assert segment.plan.makespan_s == alone.makespan_s
 
 
+def test_only_dy_of_the_head_deviates_from_the_wire() -> None:
+    step = plan_step(fleets.usual(6, 5), named("opt-1.3b"), 512, sequence=256, wire="q8", split="2d")
+    deviating = {(one.what.segment, one.what.role) for one in step.segments if one.plan.a_wire != "q8"}
+    assert deviating == {("head", "grad_input"), ("head", "grad_weight")}
+    for one in step.segments:
+        tiling, a_bytes = one.plan.tiling, 2 if one.plan.a_wire == "bf16" else 1.0625
+        numbers = tiling.depths * (a_bytes * tiling.heights + 1.0625 * tiling.widths)
+        assert one.plan.down_bytes.sum() == pytest.approx(numbers.sum())
+
+
 def test_grouping_gemms_never_lengthens_a_step() -> None:
     fleet = fleets.usual(24, 5)
 
