@@ -109,7 +109,7 @@ def _best(problem: Problem, chunks: Sequence[int], *, is_thorough: bool) -> Resi
     for way in (problem, *synchronized):
         within_s = inf if best is None else best.step_s
         found = _searched(way, chunks, within_s, is_thorough=is_thorough)
-        if not found or is_cramped(way, _free(way, found[0]), found[0].chunk):
+        if found and is_cramped(way, _free(way, found[0]), found[0].chunk):
             for kept in _KEPT_SEQUENCES:
                 within_s = min((plan.step_s for plan in found), default=within_s)
                 less = replace(way, kept_sequences=kept)
