@@ -182,8 +182,9 @@ def _best_played(
     for step_s, number, stages, size in sorted(likely, key=lambda one: one[:2]):
         if step_s >= within_s * _HOPELESS:
             break
-        played = _played(problem, stages, size, within_s)
-        if played is not None and (number not in best or played.step_s < best[number].step_s):
+        slowest_s = min(within_s, best[number].step_s) if number in best else within_s
+        played = _played(problem, stages, size, slowest_s)
+        if played is not None:
             best[number] = played
             if len(best) >= _REFINED:
                 within_s = min(within_s, sorted(plan.step_s for plan in best.values())[_REFINED - 1])
