@@ -15,6 +15,7 @@ from tests.support import fleets
 from tests.support.grids import examples
 
 from cleave.core.cost.rates import Server
+from cleave.core.cost.wire import WIRE_FORMATS
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.shapes import ModelShape, from_config, named
 from cleave.core.plan.rivals.alone import alone
@@ -272,3 +273,9 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
     for first in range(total + 1):
         for rest in compositions(total - first, parts - 1):
             yield (first, *rest)
+
+
+def test_rivals_send_sixteen_bits_whatever_wire_cleave_uses() -> None:
+    ours = case(alike(4))
+    for wire in WIRE_FORMATS:
+        assert pipelines(replace(ours, wire=wire)).step_s == pipelines(ours).step_s

@@ -397,3 +397,24 @@ def test_an_existing_plan_is_leased_once_that_is_allowed_and_stays_so() -> None:
     kept = judge_again(posed(fleet, sublayers, leasing=ADAM), before)
     assert kept is not None
     assert not any(leased(kept)), "the same arrangement, as it is"
+
+
+def test_where_memory_holds_activations_of_a_few_sequences_they_are_kept_a_few_at_a_time() -> None:
+    inside = {"attention": 2 * H, "mlp": 8 * H, "head": 0}
+    sublayers = tuple(replace(one, inside=inside[one.kind]) for one in model(8, vocabulary=1_000))
+    whole = (np.array([one]) for one in (0, len(sublayers), 1))
+    of = shard_costs(posed(equal(1), sublayers).sums, *whole, chunk=S)
+    four = float(of.memory_bytes[0] + 4 * (of.kept_bytes[0, -1] + of.state_bytes[0]))
+    several = four + 32 * S * H * 4  # x of every sequence
+    cramped, roomy = (planned(equal(1, memory=memory), sublayers, 32) for memory in (several, 10 * several))
+    (holding,) = cramped.stages[0].columns[0].holdings
+    assert holding.keeps == "all"
+    assert cramped.step_s == pytest.approx(roomy.step_s, rel=0.05)
+
+
+def test_gradients_go_up_after_all_rows_so_a_slow_uplink_gets_as_many_rows() -> None:
+    fleet = equal(2, flops=1e9, link=1e9)
+    uneven = replace(fleet, up_bytes_per_s=fleet.up_bytes_per_s * np.array([1.0, 0.01]))
+    plan = judge(posed(uneven, model(1)), [Draft(0, 3, ((0, 1),))], S)
+    assert plan is not None
+    assert [holding.sequences for holding in plan.stages[0].columns[0].holdings] == [8, 8]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +15,9 @@ from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.gemms import attention_products, step_gemms
 from cleave.core.model.shapes import named
 from cleave.core.plan.gemm.product import plan_gemm
-from cleave.core.plan.step import ROLES, StepPlan, plan_step
+from cleave.core.plan.resident.large_fleet import ModelPlan
+from cleave.core.plan.resident.problem import Leasing
+from cleave.core.plan.step import ROLES, StepPlan, choose_step, plan_step
 
 MODELS = ("opt-1.3b", "llama-2-7b", "opt-350m")
 fleets_of_some = fleets.fleets(least=1, most=12, kinds=("usual", "wild", "narrow", "twins"))
@@ -79,3 +82,18 @@ def test_grouping_gemms_never_lengthens_a_step() -> None:
         return plan_step(fleet, named("llama-2-7b"), 1024, sequence=256, split="2d", grouped=grouped)
 
     assert planned(True).step_s <= planned(False).step_s
+
+
+def test_a_fleet_beyond_sixteen_leases_on_its_strongest_devices_where_that_is_faster() -> None:
+    strength = np.repeat([1.0, 0.1], [4, 16])
+    fleet = fleets.of(1e12 * strength, 1e7 * strength, 2.5e6 * strength, 0.02 + 0 * strength, 8e9 * strength)
+
+    def planned(leasing: Leasing | None) -> ModelPlan:
+        step = choose_step(fleet, named("opt-350m"), 4096, sequence=512, resident_only=True, leasing=leasing)
+        assert isinstance(step.plan, ModelPlan)
+        return step.plan
+
+    leased, synchronized = planned(Leasing(states=2)), planned(None)
+    assert any(column.is_leased for column in leased.columns)
+    assert leased.step_s < synchronized.step_s
+    assert set(leased.devices) | set(leased.left_out) == set(fleet.names)

@@ -10,7 +10,7 @@ is faster, the choice says so.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -205,30 +205,34 @@ def _resident(case: Case, leasing: Leasing | None) -> ModelPlan:
     Of a larger fleet, the latter takes the strongest devices, and only where leases could make them faster than all:
     a leased column has one holder, who takes every row.
     """
-    plan_all = partial(plan_resident, case.profiles)
-    plan_strongest = partial(plan_few, case.profiles, leasing=leasing)
-    found: list[ModelPlan] = []
-    why: InfeasibleError | None = None
-    for search in (plan_all, plan_strongest):
-        is_few = len(case.profiles) <= FEW
-        if search is plan_strongest and not is_few and (leasing is None or not _may_pay(case, leasing, found)):
-            continue
-        try:
-            found.append(search(case.shape, case.tokens, sequence=case.sequence, wire=case.wire, server=case.server))
-        except InfeasibleError as fault:
-            why = why or fault
-    if not found:
+    plan, why = _planned(case, plan_resident)
+    if len(case.profiles) <= FEW or (leasing is not None and _may_pay(case, leasing, plan)):
+        few, _ = _planned(case, partial(plan_few, leasing=leasing))
+        if few is not None and (plan is None or few.step_s < plan.step_s):
+            plan = few
+    if plan is None:
         assert why is not None
         raise why
-    return min(found, key=lambda plan: plan.step_s)
+    return plan
 
 
-def _may_pay(case: Case, leasing: Leasing, found: list[ModelPlan]) -> bool:
+def _planned(case: Case, search: Callable[..., ModelPlan]) -> tuple[ModelPlan | None, InfeasibleError | None]:
+    """The plan that a search finds, or why there is none."""
+    try:
+        plan = search(
+            case.profiles, case.shape, case.tokens, sequence=case.sequence, wire=case.wire, server=case.server
+        )
+    except InfeasibleError as why:
+        return None, why
+    return plan, None
+
+
+def _may_pay(case: Case, leasing: Leasing, found: ModelPlan | None) -> bool:
     """Whether the strongest few devices with leases could beat the plan found for all."""
-    if not found:
+    if found is None:
         return True
     least_s = least_few_s(case.profiles, case.shape, case.tokens, case.sequence, case.wire, leasing)
-    return least_s * _ABOVE_BOUND < found[0].step_s
+    return least_s * _ABOVE_BOUND < found.step_s
 
 
 def _medium_s(profiles: Profiles, devices: Collection[str], moved_bytes: float) -> float:

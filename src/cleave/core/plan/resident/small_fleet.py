@@ -109,7 +109,7 @@ def _best(problem: Problem, chunks: Sequence[int], *, is_thorough: bool) -> Resi
     for way in (problem, *synchronized):
         within_s = inf if best is None else best.step_s
         found = _searched(way, chunks, within_s, is_thorough=is_thorough)
-        if not found or is_cramped(way, _free(way, found[0]), found[0].chunk):
+        if found and is_cramped(way, _free(way, found[0]), found[0].chunk):
             for kept in _KEPT_SEQUENCES:
                 within_s = min((plan.step_s for plan in found), default=within_s)
                 less = replace(way, kept_sequences=kept)
@@ -182,8 +182,9 @@ def _best_played(
     for step_s, number, stages, size in sorted(likely, key=lambda one: one[:2]):
         if step_s >= within_s * _HOPELESS:
             break
-        played = _played(problem, stages, size, within_s)
-        if played is not None and (number not in best or played.step_s < best[number].step_s):
+        slowest_s = min(within_s, best[number].step_s) if number in best else within_s
+        played = _played(problem, stages, size, slowest_s)
+        if played is not None:
             best[number] = played
             if len(best) >= _REFINED:
                 within_s = min(within_s, sorted(plan.step_s for plan in best.values())[_REFINED - 1])

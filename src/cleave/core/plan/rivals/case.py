@@ -35,7 +35,7 @@ LOGIT_BYTES = 4
 
 
 KEPT = "; activations are kept, not computed again"
-"""What a rival spares where memory allows; Cleave always computes them again."""
+"""What a rival spares where memory allows; with many devices, Cleave computes them again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
