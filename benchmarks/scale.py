@@ -3,7 +3,9 @@
 `python benchmarks/scale.py`: for each cell, a server in a process of its own and `cleave emulate --compute none` in
 another, over real sockets on this machine. Devices are the fleet file's rows, repeated; they take the time of their
 profiles but compute nothing, so the server is what is measured. Server CPU includes its planning process. "Late" is
-the share of results for which the emulating process was too slow: then it, not the server, limits the step.
+the share of results for which the emulating process was too slow: then it, not the server, limits the step. Where
+this machine has two cores or more, the server has one and the emulating process another, so that CPU over measured
+seconds says how busy each was: whichever is near 1 sets the pace, whatever links and devices would allow.
 """
 
 from __future__ import annotations
@@ -46,6 +48,10 @@ class Figures(NamedTuple):
     steps_s: list[float]
     cpu_s: float
     """Server CPU per step; per minute for idle connections."""
+    devices_cpu_s: float
+    """The same of the process that emulates the devices."""
+    server_s: float | None
+    """Part of the prediction that is the server's own CPU."""
     peak_bytes: int
     tasks: int
     late: float
@@ -66,8 +72,11 @@ def main() -> None:
         return
     counts = [int(count) for count in options.devices.split(",") if count]
     print(f"# Scale: one server, {Path(options.fleet).name} repeated, {os.cpu_count()} cores for everything\n")
-    print("| devices | work | joined in s | predicted s | measured s | server CPU s | peak memory | tasks | late | |")
-    print("|---|---|---|---|---|---|---|---|---|---|", flush=True)
+    print(
+        "| devices | work | joined in s | predicted s | of it server CPU | measured s | server CPU s | "
+        "devices' CPU s | peak memory | tasks | late | |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|---|---|---|", flush=True)
     for count in counts:
         for kind in ("gemm", "resident"):
             print(_row(kind, count, _cell(kind, count, options)), flush=True)
@@ -93,16 +102,18 @@ def _cell(kind: Kind, count: int, options: argparse.Namespace) -> Figures:
 
 
 def _failed(fault: str) -> Figures:
-    return Figures(0.0, 0, None, [], 0.0, 0, 0, 0.0, fault)
+    return Figures(0.0, 0, None, [], 0.0, 0.0, None, 0, 0, 0.0, fault)
 
 
 def _row(kind: Kind, count: int, figures: Figures) -> str:
     measured = f"{statistics.median(figures.steps_s):.2f}" if figures.steps_s else ""
     predicted = f"{figures.predicted_s:.2f}" if figures.predicted_s is not None else ""
+    served = f"{figures.server_s:.2f}" if figures.server_s is not None else ""
     note = figures.fault or ("" if figures.devices >= count else f"{figures.devices} left at the end")
     return (
-        f"| {count:,} | {kind} | {figures.joined_s:.1f} | {predicted} | {measured} | {figures.cpu_s:.2f} | "
-        f"{figures.peak_bytes / 1e6:.0f} MB | {figures.tasks:,} | {figures.late:.0%} | {note} |"
+        f"| {count:,} | {kind} | {figures.joined_s:.1f} | {predicted} | {served} | {measured} | {figures.cpu_s:.2f} | "
+        f"{figures.devices_cpu_s:.2f} | {figures.peak_bytes / 1e6:.0f} MB | {figures.tasks:,} | {figures.late:.0%} | "
+        f"{note} |"
     )
 
 
@@ -115,28 +126,35 @@ def _measure(kind: Kind, count: int, options: argparse.Namespace) -> Figures:
     if allowed < count + _FILES:
         return _failed(f"needs {count + _FILES} open files, {allowed:.0f} are allowed (ulimit -Hn)")
     until_s = time.monotonic() + options.limit
+    cores = sorted(psutil.Process().cpu_affinity() or ()) if hasattr(psutil.Process, "cpu_affinity") else []
+    if len(cores) > 1:
+        psutil.Process().cpu_affinity(cores[:1])
     with Fleet.serve("127.0.0.1:0", wire="bf16", offload="always", trust="own", scale_test=True) as fleet:
         started_s = time.monotonic()
         emulator = _emulator(fleet.url, options.fleet, count)
+        if len(cores) > 1:
+            psutil.Process(emulator.pid).cpu_affinity(cores[1:2])
         try:
             fleet.wait(count, options.limit)
             joined_s = time.monotonic() - started_s
-            before_s = _cpu_s(emulator.pid)
-            fault, predicted_s, steps_s = "", None, list[float]()
+            before_s, devices_before_s = _cpu_s(emulator.pid), _own_cpu_s(psutil.Process(emulator.pid))
+            fault, predicted_s, server_s, steps_s = "", None, None, list[float]()
             try:
                 match kind:
                     case "idle":
                         time.sleep(options.hold)
                         per = options.hold / 60
                     case "gemm":
-                        predicted_s, steps_s = _gemms(fleet, until_s)
+                        predicted_s, server_s, steps_s = _gemms(fleet, until_s)
                         per = len(steps_s)
                     case "resident":
                         predicted_s, steps_s = _passes(fleet, until_s)
                         per = len(steps_s)
             except (CleaveError, TimeoutError) as error:
                 fault, per = str(error) or type(error).__name__, 1
-            cpu_s = (_cpu_s(emulator.pid) - before_s) / max(per, 1e-9)
+            per = max(per, 1e-9)
+            cpu_s = (_cpu_s(emulator.pid) - before_s) / per
+            devices_cpu_s = (_own_cpu_s(psutil.Process(emulator.pid)) - devices_before_s) / per
             devices = fleet.cluster.devices
         finally:
             fleet.close()
@@ -147,6 +165,8 @@ def _measure(kind: Kind, count: int, options: argparse.Namespace) -> Figures:
         predicted_s=predicted_s,
         steps_s=steps_s[1:],
         cpu_s=cpu_s,
+        devices_cpu_s=devices_cpu_s,
+        server_s=server_s,
         peak_bytes=_peak_bytes(),
         tasks=int(summary.get("tasks", 0)),
         late=summary.get("late_results", 0) / max(summary.get("results", 0), 1),
@@ -154,8 +174,8 @@ def _measure(kind: Kind, count: int, options: argparse.Namespace) -> Figures:
     )
 
 
-def _gemms(fleet: Fleet, until_s: float) -> tuple[float | None, list[float]]:
-    """The three products of a linear layer; return the last prediction and the seconds of each step."""
+def _gemms(fleet: Fleet, until_s: float) -> tuple[float | None, float | None, list[float]]:
+    """The three products of a linear layer; return the last prediction, the server's part, and seconds per step."""
     cluster, linear = fleet.cluster, _LINEAR
     rng = np.random.default_rng(0)
 
@@ -164,14 +184,15 @@ def _gemms(fleet: Fleet, until_s: float) -> tuple[float | None, list[float]]:
         made.bind(rng.standard_normal((rows, cols), dtype=np.float32))
         return made
 
-    predicted_s: float | None = None
+    predicted_s = server_s = None
     steps_s: list[float] = []
     while len(steps_s) < _STEPS:
         x, weight = tensor(linear.tokens, linear.in_width), tensor(linear.out_width, linear.in_width)
         dy = tensor(linear.tokens, linear.out_width)
         started_s = time.perf_counter()
         plan = cluster.choose_layer(linear).plan
-        predicted_s = plan.total_s if plan is not None else None
+        if plan is not None:
+            predicted_s, server_s = plan.total_s, plan.server_s
         work = [
             cluster.submit("forward", (x,), (weight,), plan),
             cluster.submit("grad_input", (dy,), (weight,), plan),
@@ -181,7 +202,7 @@ def _gemms(fleet: Fleet, until_s: float) -> tuple[float | None, list[float]]:
             future.result(max(0.0, until_s - time.monotonic()))
         steps_s.append(time.perf_counter() - started_s)
         cluster.step_ended()
-    return predicted_s, steps_s
+    return predicted_s, server_s, steps_s
 
 
 def _passes(fleet: Fleet, until_s: float) -> tuple[float | None, list[float]]:
@@ -224,14 +245,17 @@ def _cpu_s(other: int) -> float:
     """CPU seconds of this process and its children so far, `other` left out."""
     total, own = 0.0, psutil.Process()
     for process in (own, *own.children(recursive=True)):
-        if process.pid == other:
-            continue
-        try:
-            times = process.cpu_times()
-        except psutil.Error:
-            continue
-        total += times.user + times.system
+        if process.pid != other:
+            total += _own_cpu_s(process)
     return total
+
+
+def _own_cpu_s(process: psutil.Process) -> float:
+    try:
+        times = process.cpu_times()
+    except psutil.Error:
+        return 0.0
+    return times.user + times.system
 
 
 def _peak_bytes() -> int:

@@ -28,6 +28,7 @@ from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.decoder import Decoder
 from cleave.core.model.gemms import Linear, Role
 from cleave.core.plan.choose import Arrange, LayerChoice, Local, PassChoice, PassWork, Setting
+from cleave.core.plan.experience import OFF
 from cleave.core.plan.gemm.layer import LinearPlan
 from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import ResidentPlan
@@ -55,7 +56,7 @@ from cleave.server.resident.results import ResidentResults
 from cleave.server.resident.run import ResidentRun
 from cleave.server.server_cost import BYTE_S, TASK_S, Handling
 from cleave.server.status import DeviceStatus, FleetStatus
-from cleave.server.step_clock import StepClock
+from cleave.server.step_clock import StepClock, StepTime
 from cleave.server.vacancy import StandIn
 from cleave.transport.base import Channel
 
@@ -138,6 +139,7 @@ class Cluster:
         )
         self._clock = StepClock(self.planning.experience)
         self._latest: PassChoice | None = None
+        self._off_reason = ""
         self._local = _ELSEWHERE
         self._handling = Handling()
         self._checker, self._audit_totals = Checker(self._codec), AuditTotals()
@@ -192,12 +194,26 @@ class Cluster:
             self._driver.tell_idle(reason)
         self._products_then = self._products
         self._find_shared_links()
-        if self._clock.ended(self._waited_s(), self._remodeled_s) is not None:
+        step = self._clock.ended(self._waited_s(), self._remodeled_s)
+        if step is not None:
             with self._lock:
                 tasks = sum(member.tasks for member in self.engine.roster.members.values())
             costs = self._handling.learn(self._waiting_cpu_s, tasks, sum(self._driver.traffic()))
             self.planning.server_costs(costs.task_s, costs.byte_s)
+            self._explain(step)
         self.planning.step_ended()
+
+    def _explain(self, step: StepTime) -> None:
+        """Say why a step took far longer than predicted, if what its tasks measured tells."""
+        with self._lock:
+            profiles = self.engine.roster.fresh_profiles()
+        if step.ratio < OFF or self._latest is None or profiles is None:
+            return
+        reason = self.planning.wrong_term(self._latest, self._local, profiles)
+        if reason:
+            took = f"a step took {step.seconds:.3g} s instead of the predicted {step.predicted_s:.3g} s"
+            self._off_reason = f"{took}: {reason}"
+            self.tell(events.Note(text=f"{self._off_reason}; the next plan counts with that"))
 
     def _find_shared_links(self) -> None:
         with self._lock:
@@ -423,6 +439,8 @@ class Cluster:
             grain_reason=self._grain.reason if self._grain else "",
             predicted_s=self._clock.predicted_s(self._latest) if self._latest is not None else None,
             steps=tuple(self._clock.steps),
+            off_reason=self._off_reason,
+            shared_links=tuple(map(str, self.engine.roster.traffic.shared)),
             down_bytes=totals.down_bytes,
             up_bytes=totals.up_bytes,
             products=totals.products,

@@ -204,7 +204,7 @@ class Driver:
     def _sample_traffic(self) -> None:
         """Note what every device carried so far."""
         self._sampling = None
-        carried = {name: Carried(*one.channel.flow) for name, one in self._connections.items() if name != STAND_IN}
+        carried = {str(name): Carried(*one.channel.flow) for name, one in self._connections.items() if name != STAND_IN}
         with self._lock:
             self._engine.roster.traffic.sampled(self._loop.time(), carried)
 

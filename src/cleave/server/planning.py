@@ -37,6 +37,7 @@ from cleave.core.plan.choose import (
 from cleave.core.plan.experience import OFF, Experience
 from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import ResidentPlan, Stage
+from cleave.core.plan.wrong_term import Terms, wrong_term
 from cleave.errors import InfeasibleError
 from cleave.server.plan_process import PlanProcess
 
@@ -103,6 +104,8 @@ class Planning:
         """Latest plan per kind of work, newest last."""
         self._told = ""
         self.experience = Experience()
+        self._assumed: Terms | None = None
+        """Terms of the latest plan for training."""
         self._steps = 0
         self._reconsidered = 0
         """The step at which the grain was last chosen."""
@@ -180,6 +183,8 @@ class Planning:
             if len(self._passes) >= _MOST_REMEMBERED:
                 self._passes.clear()
             self._passes[work, local, must] = _Chosen(number, names, choice, searched_step, searched_s)
+            if work.is_trained and profiles is not None:
+                self._assumed = Terms(profiles=profiles, server=self._setting.server)
             if choice.plan is not None:
                 self._remember(work, choice.plan)
             return choice
@@ -214,13 +219,27 @@ class Planning:
             standing=standing,
         )
 
-    def modeled_s(self, choice: PassChoice, local: Local, profiles: Profiles | None) -> float | None:
+    def wrong_term(self, choice: PassChoice, local: Local, profiles: Profiles) -> str:
+        """Say which term of the latest plan for training was wrong, by what is known now; empty if none explains it."""
+        with self._lock:
+            assumed, setting = self._assumed, self._pass_setting
+        if assumed is None:
+            return ""
+
+        def judge(terms: Terms) -> float | None:
+            return self.modeled_s(choice, local, terms.profiles, replace(setting, server=terms.server))
+
+        return wrong_term(assumed, Terms(profiles=profiles, server=setting.server), judge)
+
+    def modeled_s(
+        self, choice: PassChoice, local: Local, profiles: Profiles | None, setting: Setting | None = None
+    ) -> float | None:
         """Seconds of a choice by the cost model, for other profiles; None where that cannot be told or takes long."""
         with self._lock:
             work = next((work for work, plan in self._standing.items() if plan is choice.plan), None)
         if work is None or choice.plan is None or profiles is None or len(profiles) > _REMODELED_DEVICES:
             return None
-        plan = replan_pass(work, profiles, self._pass_setting, choice.plan)
+        plan = replan_pass(work, profiles, setting or self._pass_setting, choice.plan)
         return None if plan is None else resident_seconds(plan, work, local, self._audited())
 
     def plan_again(self, work: PassWork, unable: Collection[str], barred: Collection[str]) -> ResidentPlan:

@@ -69,6 +69,10 @@ class FleetStatus:
     """Predicted seconds of the next step, if it has one batch."""
     steps: tuple[StepTime, ...]
     """The latest steps, oldest first: what was predicted of each, and what it took."""
+    off_reason: str
+    """Which term was wrong when a step last took 1.5 times its prediction; empty if none did, or none explains it."""
+    shared_links: tuple[str, ...]
+    """Media and lines that devices were found to share, in words."""
     down_bytes: int
     up_bytes: int
     products: int

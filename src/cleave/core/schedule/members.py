@@ -1,7 +1,7 @@
 """Connected and past devices, and their profiles as measured by their work.
 
 A speed is an amount over the seconds it took, both decaying, so that it follows a device that slows down within a few
-dozen results; rates of links are in `link_rate.py`. The planner reads a snapshot (`Profiles`) of the devices that are not
+dozen results; `link_rate.py` has those of links. The planner reads a snapshot (`Profiles`) of the devices that are not
 late. The snapshot, and with it the roster's number, changes only when a device joins, leaves, becomes late or
 recovers, or when a rate has moved far enough to matter, so that plans can be kept. It is built on demand, and nothing
 else visits all devices. A device's record and trust outlive its connection.

@@ -82,7 +82,8 @@ class SharedLink:
         ways = (("down", self.down_bytes_per_s), ("up", self.up_bytes_per_s))
         return f"{who} " + " and ".join(f"{_mbit(rate)} Mbit/s {way}" for way, rate in ways if rate < inf)
 
-    def _is_like(self, other: SharedLink) -> bool:
+    def is_like(self, other: SharedLink) -> bool:
+        """Whether it is the same link, with a capacity that differs by too little to matter."""
         rates = zip(self._rates, other._rates, strict=True)
         is_near = all(mine == theirs or abs(mine - theirs) <= _SAME * theirs for mine, theirs in rates)
         return is_near and (self.devices, self.is_medium) == (other.devices, other.is_medium)
@@ -148,9 +149,9 @@ class Traffic:
             groups.setdefault(network, []).append(name)
         found = [link for group in groups.values() if (link := self._explain(group)) is not None]
         if not found and len(groups) > 1 and (link := self._explain(list(networks))) is not None:
-            found = [replace(link, is_servers=True)] if link.devices == set(networks) else [link]
+            found = [replace(link, is_servers=True)] if link.devices == frozenset(networks) else [link]
         for link in found:
-            same = next((known for known in kept if known._is_like(link)), None)
+            same = next((known for known in kept if known.is_like(link)), None)
             kept = [known for known in kept if not known.devices & link.devices] + [same or link]
         self.shared = tuple(kept)
         return self.shared != before
