@@ -130,9 +130,9 @@ class States:
             file = io.BytesIO()
             torch.save(optimizer.state_dict(), file)
             file.seek(0)
-            saved = torch.load(file)["state"].values()
-            self.norms += [one["exp_avg_sq"].sum().item() for one in saved]
-            assert not any(isinstance(one["exp_avg_sq"], LeasedState) for one in saved)
+            saved = [one["exp_avg_sq"] for _, one in sorted(torch.load(file)["state"].items())]
+            self.norms += [one.sum().item() for one in saved]
+            assert not any(isinstance(one, LeasedState) for one in saved)
 
 
 def test_states_that_are_read_directly_in_mid_step_are_current() -> None:
