@@ -12,7 +12,6 @@ beyond plain torch's is Cleave's own.
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -128,10 +128,9 @@ def _used_s(processes: list[psutil.Process]) -> float:
 def _loop_s() -> float:
     """CPU of the event loop's thread so far."""
     (loop,) = (thread for thread in threading.enumerate() if thread.name == "cleave-server")
-    with open(f"/proc/self/task/{loop.native_id}/schedstat", encoding="ascii") as times:
-        return int(times.read().split()[0]) / 1e9
+    times = Path(f"/proc/self/task/{loop.native_id}/schedstat").read_text(encoding="ascii")
+    return int(times.split()[0]) / 1e9
 
 
 if __name__ == "__main__":
-    gc.collect()
     main()

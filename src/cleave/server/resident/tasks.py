@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypedDict, cast
 
+import msgspec
+
 from cleave.core.cost.demand import tables_bytes
 from cleave.core.cost.rates import thin_effort
 from cleave.core.cost.streams import stream_format
@@ -35,6 +37,8 @@ from cleave.server.resident.held_shard import HeldShard, hold
 from cleave.server.resident.lease import Lease
 
 _LEAST_SPEED = 1e-9
+_STACK_BYTES = 1 << 20
+"""Encoded gradients that one task reads together: a task costs devices and server more than a few kilobytes do."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,12 +72,18 @@ class UnitWork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadWork:
-    """Work of a task that reads an accumulator."""
+    """Work of a task that reads some accumulators of an account, stacked."""
 
     run: Run
     account: Account
-    index: int
+    indexes: tuple[int, ...]
+    """Their places among the shard's trained views."""
     message: messages.RunTask
+
+    def alone(self, operand: Operand, view: View) -> messages.RunTask:
+        """Return the message that reads one of them by itself."""
+        program = Collect(accumulator=operand.id, rows=view.height, cols=view.width)
+        return msgspec.structs.replace(self.message, program=program)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,27 +236,42 @@ class ResidentTasks:
         )
 
     def read_tasks(self, account: Account) -> Iterator[Task]:
-        """Yield a task for every accumulator of which parts are missing."""
+        """Yield tasks that read every accumulator of which parts are missing."""
         reading = self.reading(account)
         reading.has_begun = True
-        for index, (view, _) in enumerate(self.held[account.shard].trained):
-            if reading.wanted.get(index):
-                program = Collect(accumulator=reading.operands[index].id, rows=view.height, cols=view.width)
-                id = TaskId(next(self._ids))
-                message = messages.RunTask(task=id, priority=READING, format=self._gradient_format, program=program)
-                yield Task(
-                    id=id,
-                    device=account.device,
-                    group=account,
-                    priority=READING,
-                    operands=(reading.operands[index],),
-                    rows=view.height,
-                    cols=view.width,
-                    result_bytes=0,
-                    up_bytes=encoded_bytes(self._gradient_format, view.height, view.width),
-                    is_bound=True,
-                    work=ReadWork(self._run, account, index, message),
-                )
+        views = [view for view, _ in self.held[account.shard].trained]
+        for indexes in self._stacks({index: view for index, view in enumerate(views) if reading.wanted.get(index)}):
+            operands = tuple(reading.operands[index] for index in indexes)
+            rows, cols = sum(views[index].height for index in indexes), views[indexes[0]].width
+            first, *below = (operand.id for operand in operands)
+            program = Collect(accumulator=first, rows=rows, cols=cols, below=tuple(below))
+            id = TaskId(next(self._ids))
+            message = messages.RunTask(task=id, priority=READING, format=self._gradient_format, program=program)
+            yield Task(
+                id=id,
+                device=account.device,
+                group=account,
+                priority=READING,
+                operands=operands,
+                rows=rows,
+                cols=cols,
+                result_bytes=0,
+                up_bytes=encoded_bytes(self._gradient_format, rows, cols),
+                is_bound=True,
+                work=ReadWork(self._run, account, indexes, message),
+            )
+
+    def _stacks(self, views: dict[int, View]) -> Iterator[tuple[int, ...]]:
+        """Group views of equal width into stacks of at most _STACK_BYTES, or of one view."""
+        stacks: dict[int, list[int]] = {}
+        sizes: dict[int, int] = {}
+        for index, view in views.items():
+            size = encoded_bytes(self._gradient_format, view.height, view.width)
+            if view.width in stacks and sizes[view.width] + size > _STACK_BYTES:
+                yield tuple(stacks.pop(view.width))
+            sizes[view.width] = size + (sizes[view.width] if view.width in stacks else 0)
+            stacks.setdefault(view.width, []).append(index)
+        yield from map(tuple, stacks.values())
 
     def hold_tasks(self, parameter: int, tensor: Tensor, pipeline: Pipeline) -> Iterator[Task]:
         """Yield tasks that send every holder of a parameter its part of the new numbers."""
