@@ -1,7 +1,7 @@
 # pyright: standard
-"""CPU seconds of a training step over all processes, next to plain torch and to the devices' own kernels.
+"""CPU seconds of a training step over all processes, next to plain torch.
 
-    PYTHONPATH=. python benchmarks/step_cpu.py [--modes lora full] [--model demo] [--devices 4] [--rounds 8] [--warmup 5]
+    PYTHONPATH=. python benchmarks/step_cpu.py [--modes lora full] [--model demo] [--devices 4] [--rounds 8]
 
 A server and `cleave join` processes of one thread each train the work of the rivals (`rivals/work.py`) on loopback, so
 links cost nothing. Each round is one step on the fleet and one of plain torch with one thread, in turns. CPU is that of
