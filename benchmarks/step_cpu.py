@@ -1,7 +1,7 @@
 # pyright: standard
-"""CPU seconds of a training step over all processes, next to plain torch and to the devices' own kernels.
+"""CPU seconds of a training step over all processes, next to plain torch.
 
-    python benchmarks/step_cpu.py [--modes lora full] [--model demo] [--devices 4] [--rounds 8] [--warmup 5]
+    PYTHONPATH=. python benchmarks/step_cpu.py [--modes lora full] [--model demo] [--devices 4] [--rounds 8]
 
 A server and `cleave join` processes of one thread each train the work of the rivals (`rivals/work.py`) on loopback, so
 links cost nothing. Each round is one step on the fleet and one of plain torch with one thread, in turns. CPU is that of
@@ -12,7 +12,6 @@ beyond plain torch's is Cleave's own.
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import psutil
 import torch
@@ -128,10 +128,9 @@ def _used_s(processes: list[psutil.Process]) -> float:
 def _loop_s() -> float:
     """CPU of the event loop's thread so far."""
     (loop,) = (thread for thread in threading.enumerate() if thread.name == "cleave-server")
-    with open(f"/proc/self/task/{loop.native_id}/schedstat", encoding="ascii") as times:
-        return int(times.read().split()[0]) / 1e9
+    times = Path(f"/proc/self/task/{loop.native_id}/schedstat").read_text(encoding="ascii")
+    return int(times.split()[0]) / 1e9
 
 
 if __name__ == "__main__":
-    gc.collect()
     main()

@@ -17,6 +17,7 @@ from cleave.core.cost.resident import state_bytes
 from cleave.core.model.decoder import weights_of
 from cleave.core.model.keeping import KEEPINGS, Keeping
 from cleave.device.kernels import NumpyKernel
+from cleave.device.programs import gemm
 from cleave.device.programs.gemm import bands
 from cleave.device.programs.resident import make_task
 from cleave.errors import ProtocolError
@@ -302,6 +303,22 @@ def test_a_number_names_only_one_thing() -> None:
     for number in (accumulator, weight):
         with pytest.raises(ProtocolError, match=rf"operand {number}\b.*8 x {HIDDEN}.*9 x {HIDDEN}"):
             layer.bench.run(Collect(accumulator=number, rows=8, cols=HIDDEN))
+
+
+def test_accumulators_of_one_width_are_returned_below_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer()
+    trained = [layer.mlp.up.weight, layer.attention.norm.weight, layer.attention.q.weight]
+    accumulators = {operand: layer.bench.number() for operand in trained}
+    for unit in (*layer.forward(), *layer.backward(accumulators)):
+        layer.bench.done(unit)
+    alone = [layer.bench.collect(operand, accumulator) for operand, accumulator in accumulators.items()]
+    first, *below = accumulators.values()
+    together = Collect(accumulator=first, rows=sum(map(len, alone)), cols=HIDDEN, below=tuple(below))
+    np.testing.assert_array_equal(layer.bench.done(together), np.concatenate(alone))
+    monkeypatch.setattr(gemm, "_RESULT_ELEMENTS", 4 * HIDDEN)  # bands that end within accumulators
+    np.testing.assert_array_equal(layer.bench.done(together), np.concatenate(alone))
+    with pytest.raises(ProtocolError, match="and 1 below it"):
+        layer.bench.run(msgspec.structs.replace(together, below=together.below[1:]))
 
 
 # ------------------------------------------------------------------------------------------------ through a worker

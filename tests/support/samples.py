@@ -100,7 +100,7 @@ programs: st.SearchStrategy[Program] = st.one_of(
     gemms,
     st.builds(Forward, **_unit, is_silent=st.booleans()),
     st.builds(Backward, **_unit, dy=integers, accumulators=pairs, wants_dx=st.booleans()),
-    st.builds(Collect, accumulator=integers, rows=integers, cols=integers),
+    st.builds(Collect, accumulator=integers, rows=integers, cols=integers, below=several),
     st.builds(Hold, operands=several),
     st.builds(SquareSum, accumulators=several),
     st.builds(Update, rule=rules, weights=leases, scale=numbers),

@@ -81,12 +81,15 @@ class Backward(_Unit, frozen=True, kw_only=True, omit_defaults=True, tag_field="
     wants_dx: bool = True
 
 
-class Collect(msgspec.Struct, frozen=True, kw_only=True, tag_field="program", tag="collect"):
+class Collect(msgspec.Struct, frozen=True, kw_only=True, tag_field="program", tag="collect", omit_defaults=True):
     """Return an accumulator, or a weight or state that updates have changed; the server drops what it needs no more."""
 
     accumulator: int
     rows: int
+    """Of all together."""
     cols: int
+    below: tuple[int, ...] = ()
+    """Others of as many columns, to be returned below it: small ones need no task each."""
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True, tag_field="program", tag="hold"):

@@ -18,7 +18,7 @@ from cleave.device.programs import shards
 from cleave.device.programs.binding import Bound, bind, check_program
 from cleave.device.programs.gemm import Chunk, GemmTask, bands
 from cleave.device.programs.lease import LeaseTask
-from cleave.device.store import Kept, OperandStore, State, Tape
+from cleave.device.store import HeldOperand, Kept, OperandStore, State, Tape
 from cleave.errors import ProtocolError
 from cleave.protocol.programs import (
     Backward,
@@ -36,6 +36,8 @@ from cleave.protocol.programs import (
 _EMPTY_RESULT_SHAPE = 1, 1
 """Shape of a result that only signals completion."""
 _FAILED = -1
+_MOST_NAMED = 8
+"""Operands whose shapes an error lists."""
 
 
 class DeviceTask(Protocol):
@@ -66,7 +68,7 @@ def make_task(program: Program, store: OperandStore, kernel: Kernel) -> DeviceTa
         case Forward() | Backward():
             return ShardTask(program, store, kernel)
         case Collect():
-            return CollectTask(program, store)
+            return CollectTask(program, store, kernel)
         case Hold():
             return HoldTask(program, store, kernel)
         case SquareSum() | Update() | Copy():
@@ -196,40 +198,54 @@ class ShardTask:
 
 
 class CollectTask:
-    """Return an accumulator, or an operand that was sent and may have been updated, in bands of rows."""
+    """Return accumulators, or operands that were sent and may have been updated, stacked and in bands of rows."""
 
     only_returns = True
     room_bytes = 0
 
-    def __init__(self, program: Collect, store: OperandStore) -> None:
+    def __init__(self, program: Collect, store: OperandStore, kernel: Kernel) -> None:
         if min(program.rows, program.cols) < 1:
             raise ProtocolError(f"expected an operand of at least 1 x 1, got {program.rows} x {program.cols}")
-        self._program, self._store = program, store
-        self._total: Array = None
+        self._program, self._store, self._kernel = program, store, kernel
+        self._totals: list[HeldOperand] = []
         self._pending: list[Rectangle] = []
 
     @property
     def finished(self) -> bool:
-        return self._total is not None and not self._pending
+        return bool(self._totals) and not self._pending
 
     def next_chunk(self) -> Chunk | None:
         program = self._program
-        if self._total is None:
-            held = self._store.get(program.accumulator)
-            if held is None or not held.is_whole:
+        if not self._totals:
+            found = [self._store.get(number) for number in (program.accumulator, *program.below)]
+            totals = [held for held in found if held is not None and held.is_whole]
+            if len(totals) < len(found):
                 return None
-            if (held.rows, held.cols) != (program.rows, program.cols):
-                raise ProtocolError(
-                    f"expected operand {program.accumulator} to be {program.rows} x {program.cols}, but it is "
-                    f"{held.rows} x {held.cols}"
-                )
-            held.is_reusable = False  # its bands may still be read when it is dropped
-            self._total = held.array
-            self._pending = bands(program.rows, program.cols)
+            self._check(totals)
+            for held in totals:
+                held.is_reusable = False  # its bands may still be read when it is dropped
+            self._totals, self._pending = totals, bands(program.rows, program.cols)
         if not self._pending:
             return None
         part = self._pending.pop(0)
-        return Chunk(lambda: self._total[part.top : part.bottom], part, 0.0)
+        return Chunk(lambda: self._rows(part.top, part.bottom), part, 0.0)
+
+    def _check(self, totals: list[HeldOperand]) -> None:
+        program = self._program
+        if sum(held.rows for held in totals) != program.rows or any(held.cols != program.cols for held in totals):
+            shapes = ", ".join(f"{held.rows} x {held.cols}" for held in totals[:_MOST_NAMED])
+            raise ProtocolError(
+                f"expected operand {program.accumulator} and {len(program.below)} below it to be {program.rows} x "
+                f"{program.cols}, but they are {shapes}"
+            )
+
+    def _rows(self, top: int, bottom: int) -> Array:
+        pieces, first = list[Array](), 0
+        for held in self._totals:
+            if first < bottom and top < first + held.rows:
+                pieces.append(held.array[max(top - first, 0) : bottom - first])
+            first += held.rows
+        return pieces[0] if len(pieces) == 1 else self._kernel.ops.concatenate(pieces)
 
 
 class HoldTask:

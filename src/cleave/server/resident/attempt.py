@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from cleave import events
 from cleave.core.model.batch import Direction, Gradients
@@ -19,8 +20,9 @@ from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.core.schedule.accounts import Account, Seat
 from cleave.core.schedule.desks import Desk
 from cleave.core.schedule.pipeline import Course, Pipeline, Unit
-from cleave.core.schedule.rectangles import within, without
+from cleave.core.schedule.rectangles import Rectangle, within, without
 from cleave.core.schedule.tasks import Accept, DeviceId, GroupsAbandoned, OperandsReleased, TasksSubmitted
+from cleave.protocol.frames import Buffer
 from cleave.protocol.numbers import Matrix
 from cleave.server.contract import Keep, Requests, Run, Tell
 from cleave.server.fleet_view import FleetView
@@ -289,30 +291,36 @@ class Attempt:
         yield from self._submit(units, [seat.shard] if is_over else [])
 
     def _read(self, work: ReadWork, accept: Accept, payload: object) -> Requests:
-        """Add a rectangle of a gradient, except what was returned before."""
-        account = work.account
-        accumulator = self._tasks.readings[account].accumulators[work.index]
-        accumulator.has_arrived = True
-        wanted = within(accumulator.wanted, accept.part)
-        for piece in wanted:
-            accumulator.wanted = without(accumulator.wanted, piece)
-        accumulator.keeping += 1
-        self.keeping += 1
-        view, _ = self._tasks.held[account.shard].trained[work.index]
-        yield Keep(
-            self._run,
-            GradientPart(
-                account=account,
-                accumulator=accumulator,
-                index=work.index,
-                view=view,
-                part=accept.part,
-                payload=payload,
-                wanted=tuple(wanted),
-                message=work.message,
-                case=self._case(account),
-            ),
-        )
+        """Add rows of stacked gradients, except what was returned before."""
+        account, part, case = work.account, accept.part, self._case(work.account)
+        accumulators, trained = self._tasks.readings[account].accumulators, self._tasks.held[account.shard].trained
+        data, bottom = memoryview(cast("Buffer", payload)), 0
+        row_bytes = len(data) // part.rows
+        for index in work.indexes:
+            accumulator, (view, _) = accumulators[index], trained[index]
+            accumulator.has_arrived = True
+            top, bottom = bottom, bottom + view.height
+            for own in within([part], Rectangle(top, bottom, 0, view.width)):
+                inside = own.moved(-top, 0)
+                wanted = within(accumulator.wanted, inside)
+                for piece in wanted:
+                    accumulator.wanted = without(accumulator.wanted, piece)
+                accumulator.keeping += 1
+                self.keeping += 1
+                yield Keep(
+                    self._run,
+                    GradientPart(
+                        account=account,
+                        accumulator=accumulator,
+                        index=index,
+                        view=view,
+                        part=inside,
+                        payload=data[(own.top - part.top) * row_bytes : (own.bottom - part.top) * row_bytes],
+                        wanted=tuple(wanted),
+                        message=work.alone(accumulator.operand, view),
+                        case=case,
+                    ),
+                )
 
     def _gradient_kept(self, accumulator: Accumulator) -> Requests:
         accumulator.keeping -= 1

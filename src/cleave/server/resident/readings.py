@@ -16,14 +16,16 @@ from cleave.core.schedule.tasks import Operand
 
 @dataclass(slots=True, eq=False)
 class Accumulator:
-    """The gradient of one view as a device sums it up, and the parts of it that are missing; groups its tasks."""
+    """The gradient of one view as a device sums it up, and the parts of it that are missing."""
 
     operand: Operand
     wanted: list[Rectangle]
     accounts: list[Account]
     """Accounts that add to it: several, if sequences of a departed device came after the first was closed."""
+    stack: Stack = ()
+    """Those that one task reads together, this one included; groups that task. Empty before they are read."""
     has_arrived: bool = False
-    """Whether some of it has."""
+    """Whether some of its stack has."""
     keeping: int = 0
     """Parts that arrived and are being added."""
 
@@ -36,6 +38,14 @@ class Accumulator:
     def is_added(self) -> bool:
         """Whether all of it arrived and was added."""
         return self.is_complete and not self.keeping
+
+    def may_join(self, own: Accumulator, account: Account) -> bool:
+        """Whether a new account may add to this instead of to its own accumulator of the same view."""
+        is_own = own.accounts == [account]
+        return is_own and bool(own.wanted) and own.wanted == self.wanted and not self.has_arrived
+
+
+Stack = tuple[Accumulator, ...]
 
 
 @dataclass(slots=True, eq=False)

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TypedDict, cast
 
+import msgspec
+
 from cleave.core.cost.demand import tables_bytes
 from cleave.core.cost.rates import thin_effort
 from cleave.core.cost.streams import stream_format
@@ -33,9 +35,11 @@ from cleave.server.operands import Operands, Tensor
 from cleave.server.resident.activations import Activations, Batched
 from cleave.server.resident.held_shard import HeldShard, hold
 from cleave.server.resident.lease import Lease
-from cleave.server.resident.readings import Accumulator, Reading
+from cleave.server.resident.readings import Accumulator, Reading, Stack
 
 _LEAST_SPEED = 1e-9
+_STACK_BYTES = 1 << 20
+"""Encoded gradients that one task reads together: a task costs devices and server more than a few kilobytes do."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,12 +57,18 @@ class UnitWork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadWork:
-    """Work of a task that reads an accumulator."""
+    """Work of a task that reads some accumulators of an account, stacked."""
 
     run: Run
     account: Account
-    index: int
+    indexes: tuple[int, ...]
+    """Their places among the shard's trained views."""
     message: messages.RunTask
+
+    def alone(self, operand: Operand, view: View) -> messages.RunTask:
+        """Return the message that reads one of them by itself."""
+        program = Collect(accumulator=operand.id, rows=view.height, cols=view.width)
+        return msgspec.structs.replace(self.message, program=program)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -228,28 +238,46 @@ class ResidentTasks:
         )
 
     def read_tasks(self, account: Account) -> Iterator[Task]:
-        """Yield a task for every accumulator of which parts are missing."""
+        """Yield tasks that read every accumulator of which parts are missing."""
         reading = self.reading(account)
         reading.has_begun = True
-        for index, (view, _) in enumerate(self.held[account.shard].trained):
-            accumulator = reading.accumulators[index]
-            if accumulator.wanted:
-                program = Collect(accumulator=accumulator.operand.id, rows=view.height, cols=view.width)
-                id = TaskId(next(self._ids))
-                message = messages.RunTask(task=id, priority=READING, format=self._gradient_format, program=program)
-                yield Task(
-                    id=id,
-                    device=account.device,
-                    group=accumulator,
-                    priority=READING,
-                    operands=(accumulator.operand,),
-                    rows=view.height,
-                    cols=view.width,
-                    result_bytes=0,
-                    up_bytes=encoded_bytes(self._gradient_format, view.height, view.width),
-                    is_bound=True,
-                    work=ReadWork(self._run, account, index, message),
-                )
+        views = [view for view, _ in self.held[account.shard].trained]
+        missing = {index: views[index] for index, one in enumerate(reading.accumulators) if one.wanted}
+        for indexes in self._stacks(missing):
+            stack = tuple(reading.accumulators[index] for index in indexes)
+            for accumulator in stack:
+                accumulator.stack = stack
+            operands = tuple(accumulator.operand for accumulator in stack)
+            rows, cols = sum(views[index].height for index in indexes), views[indexes[0]].width
+            first, *below = (operand.id for operand in operands)
+            program = Collect(accumulator=first, rows=rows, cols=cols, below=tuple(below))
+            id = TaskId(next(self._ids))
+            message = messages.RunTask(task=id, priority=READING, format=self._gradient_format, program=program)
+            yield Task(
+                id=id,
+                device=account.device,
+                group=stack,
+                priority=READING,
+                operands=operands,
+                rows=rows,
+                cols=cols,
+                result_bytes=0,
+                up_bytes=encoded_bytes(self._gradient_format, rows, cols),
+                is_bound=True,
+                work=ReadWork(self._run, account, indexes, message),
+            )
+
+    def _stacks(self, views: dict[int, View]) -> Iterator[tuple[int, ...]]:
+        """Group views of equal width into stacks of at most _STACK_BYTES, or of one view."""
+        stacks: dict[int, list[int]] = {}
+        sizes: dict[int, int] = {}
+        for index, view in views.items():
+            size = encoded_bytes(self._gradient_format, view.height, view.width)
+            if view.width in stacks and sizes[view.width] + size > _STACK_BYTES:
+                yield tuple(stacks.pop(view.width))
+            sizes[view.width] = size + (sizes[view.width] if view.width in stacks else 0)
+            stacks.setdefault(view.width, []).append(index)
+        yield from map(tuple, stacks.values())
 
     def hold_tasks(self, parameter: int, tensor: Tensor, pipeline: Pipeline) -> Iterator[Task]:
         """Yield tasks that send every holder of a parameter its part of the new numbers."""
@@ -312,20 +340,22 @@ class ResidentTasks:
             )
         return self.readings[account]
 
-    def join(self, account: Account, other: Account) -> list[Accumulator]:
+    def join(self, account: Account, other: Account) -> list[Stack]:
         """Let a new account add to what is wanted of another one of its device and has not begun to arrive.
 
-        Both then miss the same parts of it, which need to be read only once. Return the shared accumulators, whose
-        tasks are to be abandoned: they are read with the new account.
+        Both then miss the same parts of it, which need to be read only once. Return the stacks that are to be
+        abandoned: they are read with the new account.
         """
-        ours, shared = self.reading(account).accumulators, list[Accumulator]()
-        for index, (mine, theirs) in enumerate(zip(ours, self.readings[other].accumulators, strict=True)):
-            is_own = mine.accounts == [account]
-            if is_own and mine.wanted and mine.wanted == theirs.wanted and not theirs.has_arrived:
-                theirs.accounts.append(account)
-                ours[index] = theirs
-                shared.append(theirs)
-        return shared
+        ours, theirs = self.reading(account).accumulators, self.readings[other].accumulators
+        places = {their: index for index, their in enumerate(theirs)}
+        joined: list[Stack] = []
+        for stack in dict.fromkeys(one.stack for one in theirs):
+            if stack and all(one in places and one.may_join(ours[places[one]], account) for one in stack):
+                for one in stack:
+                    one.accounts.append(account)
+                    ours[places[one]] = one
+                joined.append(stack)
+        return joined
 
     def forget(self, what: Seat | Account) -> tuple[tuple[object, ...], tuple[OperandId, ...]]:
         """Forget a seat or an account; return the groups of its tasks, and what its device still keeps for it alone."""
@@ -335,7 +365,8 @@ class ResidentTasks:
         for one in accumulators:
             one.accounts.remove(what)
         own = [one for one in accumulators if not one.accounts]
-        return tuple(own), tuple(one.operand.id for one in own if not one.is_added)
+        groups = dict.fromkeys(one.stack for one in own if one.stack)
+        return tuple(groups), tuple(one.operand.id for one in own if not one.is_added)
 
     def forget_all(self) -> tuple[tuple[object, ...], tuple[OperandId, ...]]:
         """Forget every seat and account; return all groups of tasks, and what devices made for them."""
