@@ -267,7 +267,7 @@ def test_plans_can_be_made_with_a_device_at_either_end_of_what_is_believed(rate:
             for _ in range(100):
                 one.add(*((1e11, 1e11 / rate) if rate > 1e9 else (1.0, 1.0)))
                 if rate < 1e9:
-                    one.halve()
+                    eve.flops.halve()
         with_eve.measured("eve")
         assert eve.flops.value == pytest.approx(rate, rel=0.01)
         assert eve.up.value == pytest.approx(min(rate, 20e9), rel=0.01)

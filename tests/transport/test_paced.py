@@ -146,3 +146,18 @@ async def test_a_lost_connection_ends_a_sender_that_waits_for_the_link(service: 
         with pytest.raises(ConnectionLost):
             await sending
     await here.close()
+
+
+async def test_what_the_link_has_not_carried_does_not_count_as_sent(service: Service, far: Callable) -> None:
+    here, there, over = await far(Link(down_bytes_per_s=RATE, up_bytes_per_s=RATE), None)
+    payload = bytes(SIZE)
+    async with asyncio.timeout(SOON_S):
+        sending = on(service, there.send(strip(payload), payload))
+        await sending
+        on_the_way = there.flow.sent_bytes
+        await here.receive()
+        while there.flow.sent_bytes < SIZE:  # the last acknowledgment
+            await asyncio.sleep(0)
+    assert on_the_way < SIZE, "the system holds what the link has not carried yet"
+    cast("Doorman", service.cluster).loop.call_soon_threadsafe(over.set)
+    await here.close()
