@@ -27,6 +27,7 @@ from cleave import events
 from cleave.core.model.batch import Gradients, Matrix
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.errors import FleetGoneError
+from cleave.server.resident import tasks
 from cleave.transport.base import Channel
 
 LIMIT_S = 300.0
@@ -308,6 +309,13 @@ def test_one_device_that_stays_is_enough_however_the_others_come_and_go(seed: in
     virtually(main())
 
 
+@pytest.fixture
+def one_gradient_per_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read every gradient by a task of its own, as those of larger models are: more moments to leave at."""
+    monkeypatch.setattr(tasks, "_STACK_BYTES", 0)
+
+
+@pytest.mark.usefixtures("one_gradient_per_task")
 @pytest.mark.grid(strength=1)
 @pytest.mark.parametrize("second", [0, 1, 4, 9, 14])
 @pytest.mark.parametrize("first", [0, 1, 5, 9])
@@ -322,6 +330,21 @@ def test_one_who_adds_a_lost_gradient_to_its_own_may_leave_in_turn(first: int, s
         assert_same(await go(world, decoder()))
         assert {"ann", "bob"} <= world.departures().keys()
         assert_same(await go(world, decoder(), seed=1), seed=1)
+        await assert_nothing_is_left(world, [cid])
+        await world.close()
+
+    virtually(main())
+
+
+@pytest.mark.parametrize("second", [0, 1])
+def test_one_who_adds_a_stack_of_lost_gradients_to_its_own_may_leave_in_turn(second: int) -> None:
+    async def main() -> None:
+        world = World(arrange=arranged([(5, [["ann", "bob", "cid"]])]))
+        cid = await world.join("cid")
+        await doom(world, "bob", Moment("collect", "returned", second), "vanish")
+        await doom(world, "ann", Moment("collect", "returned", 0), "vanish")
+        assert_same(await go(world, decoder()))
+        assert {"ann", "bob"} <= world.departures().keys()
         await assert_nothing_is_left(world, [cid])
         await world.close()
 
@@ -467,7 +490,9 @@ LARGE = decoder(hidden=128, head_dim=32, inner=768, words=512)
 
 
 @pytest.mark.parametrize("second", [0, 1, 5])
-def test_two_half_read_departures_are_recovered_in_memory_for_one_account(second: int) -> None:
+def test_two_half_read_departures_are_recovered_in_memory_for_one_account(
+    second: int, one_gradient_per_task: None
+) -> None:
     """The replacement for one is read before the replacement for the other begins."""
 
     async def main() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from cleave import events
 from cleave.core.model.batch import Direction, Gradients
@@ -22,7 +21,6 @@ from cleave.core.schedule.desks import Desk
 from cleave.core.schedule.pipeline import Course, Pipeline, Unit
 from cleave.core.schedule.rectangles import Rectangle, within, without
 from cleave.core.schedule.tasks import Accept, DeviceId, GroupsAbandoned, OperandsReleased, TasksSubmitted
-from cleave.protocol.frames import Buffer
 from cleave.protocol.numbers import Matrix
 from cleave.server.contract import Keep, Requests, Run, Tell
 from cleave.server.fleet_view import FleetView
@@ -294,8 +292,7 @@ class Attempt:
         """Add rows of stacked gradients, except what was returned before."""
         account, part, case = work.account, accept.part, self._case(work.account)
         accumulators, trained = self._tasks.readings[account].accumulators, self._tasks.held[account.shard].trained
-        data, bottom = memoryview(cast("Buffer", payload)), 0
-        row_bytes = len(data) // part.rows
+        bottom = 0
         for index in work.indexes:
             accumulator, (view, _) = accumulators[index], trained[index]
             accumulator.has_arrived = True
@@ -315,7 +312,8 @@ class Attempt:
                         index=index,
                         view=view,
                         part=inside,
-                        payload=data[(own.top - part.top) * row_bytes : (own.bottom - part.top) * row_bytes],
+                        payload=payload,
+                        place=(own.top - part.top, part.rows),
                         wanted=tuple(wanted),
                         message=work.alone(accumulator.operand, view),
                         case=case,

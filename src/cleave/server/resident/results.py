@@ -59,6 +59,9 @@ class GradientPart:
     view: View
     part: Rectangle
     payload: object
+    """Numbers of a stack of gradients, of which this is one."""
+    place: tuple[int, int]
+    """Row of the stack at which this part begins, and rows of the stack."""
     wanted: tuple[Rectangle, ...]
     message: messages.RunTask
     case: AuditCase | None
@@ -185,11 +188,15 @@ class ResidentResults:
 
     def _keep_gradient(self, result: GradientPart) -> None:
         part, view = result.part, result.view
+        first, rows = result.place
+        stack = memoryview(cast("Buffer", result.payload))
+        row_bytes = len(stack) // rows
+        own = stack[first * row_bytes : (first + part.rows) * row_bytes]
         if result.message.format == "fp32":
-            values = np.frombuffer(cast("Buffer", result.payload), dtype="<f4").reshape(part.rows, part.cols)
+            values = np.frombuffer(own, dtype="<f4").reshape(part.rows, part.cols)
         else:
             values = np.empty((part.rows, part.cols), dtype=np.float32)
-            self._decode(result.payload, result.message.format, part, values)
+            self._decode(own, result.message.format, part, values)
         self._inspect(values)
         if result.case is not None:
             result.case.keep_gradient(result.index, result.message, part, values)

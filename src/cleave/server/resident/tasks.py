@@ -38,8 +38,9 @@ from cleave.server.resident.lease import Lease
 from cleave.server.resident.readings import Accumulator, Reading, Stack
 
 _LEAST_SPEED = 1e-9
-_STACK_BYTES = 1 << 20
-"""Encoded gradients that one task reads together: a task costs devices and server more than a few kilobytes do."""
+_STACK_BYTES = 64 << 10
+"""Encoded gradients that one task reads together: a task costs devices and server more than a few kilobytes do. Larger
+stacks would leave less that a departed device's gradients can still be added to."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
