@@ -191,10 +191,12 @@ class Planning:
 
     def _still_good(self, work: PassWork, profiles: Profiles, known: _Chosen) -> ResidentPlan | None:
         """Return a choice's arrangement with its time by new rates; None if it is time to search for another one."""
-        if known.choice.plan is None or self._steps - known.searched_step >= _SEARCHED_EVERY:
+        standing = known.choice.plan
+        if standing is None or self._steps - known.searched_step >= _SEARCHED_EVERY:
             return None
-        plan = self._call(profiles, replan_pass, work, profiles, self._pass_setting, known.choice.plan)
-        return plan if plan is not None and plan.step_s <= known.searched_s * _SLOWER else None
+        plan = self._call(profiles, replan_pass, work, profiles, self._pass_setting, standing)
+        is_same = plan is not None and plan.arrangement == standing.arrangement  # not if memory no longer holds a lease
+        return plan if is_same and plan.step_s <= known.searched_s * _SLOWER else None
 
     def _is_off(self, known: _Chosen) -> bool:
         """Whether steps take so much longer than predicted that the grain should be chosen anew, now and then."""

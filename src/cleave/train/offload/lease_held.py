@@ -144,11 +144,11 @@ class Held:
 
     @property
     def tensors(self) -> Iterator[torch.Tensor]:
-        """Leased parameters and their optimizer states."""
+        """Leased parameters and their optimizer states, unless the caller has cleared those."""
         for number, parameter in self.parameters.items():
             yield parameter
-            own = self.optimizer.state[parameter]
-            yield from (own[name] for name in update_rules.state_names(self.group(number)))
+            own = self.optimizer.state.get(parameter, {})
+            yield from (own[name] for name in update_rules.state_names(self.group(number)) if name in own)
 
     def lent(self, fleet: Any, number: int) -> tuple[Any, ...]:
         """Return a parameter and its states as tensors of the fleet, to be lent."""
@@ -160,9 +160,10 @@ class Held:
             for number, one in values.items():
                 parameter = self.parameters[number]
                 parameter.data.copy_(torch.from_numpy(one.weight).view(parameter.shape))
-                own = self.optimizer.state[parameter]
+                own = self.optimizer.state.get(parameter, {})
                 for name, matrix in zip(update_rules.state_names(self.group(number)), one.states, strict=True):
-                    own[name].copy_(torch.from_numpy(matrix).view(parameter.shape))
+                    if name in own:
+                        own[name].copy_(torch.from_numpy(matrix).view(parameter.shape))
 
     # -------------------------------------------------------------------------------------------- bases
 

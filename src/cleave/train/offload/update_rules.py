@@ -80,7 +80,7 @@ def next_rule(optimizer: optim.Optimizer, group: Group, parameter: torch.Tensor)
 
 def forget_unused(optimizer: optim.Optimizer, parameter: torch.Tensor) -> None:
     """Drop a momentum buffer that no step has filled: the optimizer starts its own."""
-    own = optimizer.state[parameter]
+    own = optimizer.state.get(parameter, {})
     if own.pop(_FRESH, False):
         own["momentum_buffer"] = None
 

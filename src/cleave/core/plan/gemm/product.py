@@ -318,6 +318,7 @@ def _check_memory(unit: UnitCosts, profiles: Profiles, gemm: Gemm) -> None:
         return
     need = unit.operand_bytes * min(gemm.k, 256) * 2 + 4
     raise InfeasibleError(
-        f"no plan fits gemm {gemm.m} x {gemm.n} x {gemm.k}: the smallest block needs {need} bytes, the largest device "
-        f"offers {profiles.memory_bytes.max():.0f} bytes; add devices with more memory or check the memory_bytes column"
+        f"no plan fits gemm {gemm.m} x {gemm.n} x {gemm.k}: the smallest block needs {need:.0f} bytes, the largest "
+        f"device offers {profiles.memory_bytes.max():.0f} bytes; add devices with more memory or check the column "
+        "memory_bytes"
     )
