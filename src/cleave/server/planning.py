@@ -195,8 +195,9 @@ class Planning:
         if standing is None or self._steps - known.searched_step >= _SEARCHED_EVERY:
             return None
         plan = self._call(profiles, replan_pass, work, profiles, self._pass_setting, standing)
-        is_same = plan is not None and plan.arrangement == standing.arrangement  # not if memory no longer holds a lease
-        return plan if is_same and plan.step_s <= known.searched_s * _SLOWER else None
+        if plan is None or plan.arrangement != standing.arrangement:  # as when memory no longer holds a lease
+            return None
+        return plan if plan.step_s <= known.searched_s * _SLOWER else None
 
     def _is_off(self, known: _Chosen) -> bool:
         """Whether steps take so much longer than predicted that the grain should be chosen anew, now and then."""
