@@ -179,6 +179,8 @@ class Cluster:
     def choose_pass(self, work: PassWork, local: Local = _ELSEWHERE, *, must: bool = False) -> PassChoice:
         """Choose whether layers stay on devices for such a batch, and which devices hold them; asked once per batch."""
         self.check_open()
+        if work.is_trained:
+            self._clock.planning()
         choice = self.planning.choose_pass(work, local, must=must)
         if work.is_trained:
             self._latest, self._local = choice, local
@@ -194,14 +196,18 @@ class Cluster:
             self._driver.tell_idle(reason)
         self._products_then = self._products
         self._find_shared_links()
+        if self._clock.is_open:
+            self._learn_server_costs()  # first, as the model of the next step has them too
         step = self._clock.ended(self._waited_s(), self._remodeled_s)
         if step is not None:
-            with self._lock:
-                tasks = sum(member.tasks for member in self.engine.roster.members.values())
-            costs = self._handling.learn(self._waiting_cpu_s, tasks, sum(self._driver.traffic()))
-            self.planning.server_costs(costs.task_s, costs.byte_s)
             self._explain(step)
         self.planning.step_ended()
+
+    def _learn_server_costs(self) -> None:
+        with self._lock:
+            tasks = sum(member.tasks for member in self.engine.roster.members.values())
+        costs = self._handling.learn(self._waiting_cpu_s, tasks, sum(self._driver.traffic()))
+        self.planning.server_costs(costs.task_s, costs.byte_s)
 
     def _explain(self, step: StepTime) -> None:
         """Say why a step took far longer than predicted, if what its tasks measured tells."""
@@ -231,7 +237,12 @@ class Cluster:
     def _remodeled_s(self, choice: PassChoice) -> float | None:
         with self._lock:
             profiles = self.engine.roster.fresh_profiles()
-        return self.planning.modeled_s(choice, self._local, profiles)
+        remodeled = self.planning.remodel(choice, self._local, profiles)
+        if remodeled is None:
+            return None
+        if self._latest is choice:
+            self._latest = remodeled
+        return remodeled.modeled_s
 
     def _waited_s(self) -> float:
         """Seconds waited for devices, including a wait in progress."""

@@ -245,6 +245,25 @@ class Planning:
         plan = replan_pass(work, profiles, setting or self._pass_setting, choice.plan)
         return None if plan is None else resident_seconds(plan, work, local, self._audited())
 
+    def remodel(self, choice: PassChoice, local: Local, profiles: Profiles | None) -> PassChoice | None:
+        """Return a choice with its time by the cost model as it is now; None where `modeled_s` is None.
+
+        Later passes get that time too, until they are planned anew, and those of other lengths get theirs in
+        proportion: what experience adds is measured by this model, and predicts nothing on top of an older one.
+        """
+        now_s, then_s = self.modeled_s(choice, local, profiles), choice.modeled_s
+        if not now_s or not then_s:
+            return None
+        remodeled = replace(choice, resident_s=now_s)
+        with self._lock:
+            for key, known in self._passes.items():
+                old = known.choice
+                if old is choice:
+                    self._passes[key] = replace(known, choice=remodeled)
+                elif old.is_resident:
+                    self._passes[key] = replace(known, choice=replace(old, resident_s=old.resident_s * now_s / then_s))
+        return remodeled
+
     def plan_again(self, work: PassWork, unable: Collection[str], barred: Collection[str]) -> ResidentPlan:
         """Place layers on other devices than `unable` ones and, where possible, than `barred` ones, found wrong.
 
