@@ -179,8 +179,6 @@ class Cluster:
     def choose_pass(self, work: PassWork, local: Local = _ELSEWHERE, *, must: bool = False) -> PassChoice:
         """Choose whether layers stay on devices for such a batch, and which devices hold them; asked once per batch."""
         self.check_open()
-        if work.is_trained:
-            self._clock.planning()
         choice = self.planning.choose_pass(work, local, must=must)
         if work.is_trained:
             self._latest, self._local = choice, local

@@ -1,8 +1,9 @@
 """The steps of a training loop: predicted and measured seconds of each, and what each cost the server.
 
-A step begins when the first pass of it is to be planned and ends when the optimizer is done and its lesson learned. Its
-prediction is the cost model's time for its passes, times the factor by which recent steps were off, plus the time that
-the training process itself took in recent steps, planning included. Called from the training thread.
+A step begins when its first pass is planned, as a search for a plan says nothing about the next step, and ends when the
+optimizer is done and its lesson learned. Its prediction is the cost model's time for its passes, times the factor by
+which recent steps were off, plus the time that the training process itself took in recent steps. Called from the
+training thread.
 """
 
 from __future__ import annotations
@@ -53,7 +54,6 @@ class StepClock:
     def __init__(self, experience: Experience, clock: Callable[[], float] = time.perf_counter) -> None:
         self._experience, self._clock = experience, clock
         self._open: _Open | None = None
-        self._began_s: float | None = None
         self._own_s: deque[float] = deque(maxlen=_LAST)
         self.steps: deque[StepTime] = deque(maxlen=_KEPT)
         """The latest steps, oldest first."""
@@ -74,11 +74,6 @@ class StepClock:
         """Whether a pass of the current step was planned."""
         return self._open is not None
 
-    def planning(self) -> None:
-        """Note that a pass is about to be planned, with which the step begins if it is the first one."""
-        if self._open is None:
-            self._began_s = self._clock()
-
     def planned(self, choice: PassChoice, waiting_s: float) -> None:
         """Note that a pass of the current step was planned; `waiting_s` is the time waited for devices so far."""
         modeled_s = choice.modeled_s
@@ -86,8 +81,7 @@ class StepClock:
             return
         if self._open is None:
             arrangement = choice.plan.arrangement if choice.plan is not None else None
-            began_s = self._clock() if self._began_s is None else self._began_s
-            self._open = _Open(began_s, waiting_s, choice.grain, arrangement, choice, predicted_s=self.own_s)
+            self._open = _Open(self._clock(), waiting_s, choice.grain, arrangement, choice, predicted_s=self.own_s)
         self._open.modeled_s += modeled_s
         self._open.predicted_s += modeled_s * self._experience.factor(choice.grain)
 
@@ -97,7 +91,7 @@ class StepClock:
         `remodel` returns the time of a choice by the cost model as it is now, with the rates that the step taught:
         only what those do not explain is experience. The next pass must be planned by the same model.
         """
-        opened, self._open, self._began_s = self._open, None, None
+        opened, self._open = self._open, None
         if opened is None:
             return None
         now_s, then_s = remodel(opened.choice), opened.choice.modeled_s
