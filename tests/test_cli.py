@@ -362,6 +362,37 @@ def test_an_unknown_option_is_named_with_its_verb_and_the_nearest_one(
     assert near in told
 
 
+@pytest.mark.parametrize(
+    ("arguments", "verb", "near"),
+    [
+        (["tarin"], "cleave", "train"),
+        (["jion", "127.0.0.1:7077"], "cleave", "join"),
+        (["runs", "lst"], "cleave runs", "list"),
+        (["train", "--wire", "bf61"], "cleave train", "bf16"),
+    ],
+)
+def test_a_mistyped_verb_or_choice_is_answered_with_the_nearest_one(
+    arguments: list[str], verb: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"{verb}: ")
+    assert f"did you mean {near}?" in told
+    assert told.count("\n") == 1
+
+
+def test_a_word_that_is_like_no_verb_is_answered_with_all_verbs(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["nonsense"])
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert "did you mean" not in told
+    assert "'train'" in told
+    assert "'completion'" in told
+
+
 def test_a_country_without_link_data_is_answered_with_those_that_have_some(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["fleet", "sample", "--mix", "phone=1", "--country", "de"]) == 2
     told = capsys.readouterr().err

@@ -45,6 +45,16 @@ class Parser(argparse.ArgumentParser):
             self.error(f"unknown argument {unknown[0]}" + (f"; did you mean {near[0]}?" if near else ""))
         return options, unknown
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Reject an unknown verb, or another value that is not among the choices, with the nearest one."""
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError:
+            near = difflib.get_close_matches(str(value), [str(choice) for choice in action.choices or ()], n=1)
+            if not near:
+                raise
+            raise argparse.ArgumentError(action, f"invalid choice: {value!r}; did you mean {near[0]}?") from None
+
     def error(self, message: str) -> NoReturn:
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
