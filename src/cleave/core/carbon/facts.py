@@ -65,7 +65,7 @@ class CarbonFacts:
                 return Figure(float(row["gco2e_per_kwh"]) / _GRAMS_PER_KG, f"{row['source']}, {row['year']}")
         raise FleetError(
             f"expected a country as an ISO 3166 code such as us, gb or deu, or {WORLD}, got {country[:40]!r}, for "
-            "which there is no grid intensity; correct the column country, or leave it empty for the average of the world"
+            "which there is no grid intensity; correct the column country, or leave it empty for the world"
         )
 
     def network_j_per_byte(self, segment: Segment) -> Figure:

@@ -19,6 +19,8 @@ class Assumption(NamedTuple):
     what: str
     value: str
     source: str
+    column: str = ""
+    """The column of a fleet file that it stands in for, if it does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,11 @@ class as a whole; a device without a class counts as a laptop. Every default tha
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cleave.core.carbon.facts import WORLD, CarbonFacts, Figure, Quantity
 from cleave.core.carbon.footprint import Assumption
@@ -19,6 +19,7 @@ from cleave.core.fleet.profiles import Bools, Floats, Profiles
 from cleave.core.fleet.sampling import CLASSES, MOBILE_SHARE
 from cleave.errors import FleetError
 
+Classes = NDArray[np.str_]
 USUAL_CLASS: Final = "laptop"
 _SECONDS_PER_HOUR: Final = 3600.0
 
@@ -53,51 +54,44 @@ class ServerPower:
 def device_power(profiles: Profiles, facts: CarbonFacts) -> tuple[DevicePower, tuple[Assumption, ...]]:
     """Power of every device, and the assumptions made."""
     _check_idle(profiles)
-    classes = np.array([name if name in CLASSES else USUAL_CLASS for name in profiles.device_class])
-    used = tuple(name for name in CLASSES if (classes == name).any())
+    known = np.array([name in CLASSES for name in profiles.device_class])
+    classes = np.where(known, profiles.device_class, USUAL_CLASS)
     notes: list[Assumption] = []
-    strange = sum(name not in CLASSES for name in profiles.device_class)
-    if strange:
-        notes.append(Assumption(_of("class", strange), USUAL_CLASS, "assumption: these devices name no known class"))
+    if not known.all():
+        why = "assumption: these devices name no known class"
+        notes.append(Assumption(_of("class", ~known), USUAL_CLASS, why, "class"))
 
-    def by_class(quantity: Quantity, what: str, unit: str, where: Bools) -> Floats:
-        values = np.full(len(profiles), np.nan)
-        for name in used:
+    def by_class(quantity: Quantity, what: str, unit: str, given: Floats | None = None, column: str = "") -> Floats:
+        """A quantity by class; noted for the devices of which it is not given."""
+        values = np.empty(len(profiles))
+        lacking = np.ones(len(profiles), dtype=np.bool_) if given is None else np.isnan(given)
+        for name in dict.fromkeys(classes.tolist()):
             members = classes == name
-            figure = facts.default(quantity, name)
-            values[members] = figure.value
-            if (members & where).any():
-                notes.append(
-                    Assumption(
-                        _of(f"{what} of a {name}", (members & where).sum()), f"{figure.value:g}{unit}", figure.source
-                    )
-                )
+            values[members], source = facts.default(quantity, name)
+            if (members & lacking).any():
+                what_of, value = _of(f"{what} of a {name}", members & lacking), f"{values[members][0]:g}{unit}"
+                notes.append(Assumption(what_of, value, source, column))
         return values
 
-    everyone = np.ones(len(profiles), dtype=np.bool_)
-    load_w = _or_else(profiles.watts, lambda: _nearest_load_w(profiles, classes, facts))
-    load_w = np.fmax(load_w, profiles.idle_watts)
-    unknown = np.isnan(profiles.watts)
-    if unknown.any():
-        notes.append(
-            Assumption(
-                _of("power under load", unknown.sum()),
-                f"{load_w[unknown].min():.3g} to {load_w[unknown].max():.3g} W",
-                "devices.csv: the model of the same class with the nearest speed",
-            )
-        )
-    idle_share = by_class("idle_share", "idle power", " of its load", np.isnan(profiles.idle_watts))
-    embodied = by_class("embodied", "embodied carbon", " kgCO2e", np.isnan(profiles.embodied_kgco2e))
+    lacking = np.isnan(profiles.watts)
+    load_w = np.where(lacking, np.fmax(_nearest_load_w(profiles, classes, facts), profiles.idle_watts), profiles.watts)
+    if lacking.any():
+        least, most = load_w[lacking].min(), load_w[lacking].max()
+        why = "devices.csv: the model of the same class with the nearest speed"
+        value = f"{least:.3g} W" if least == most else f"{least:.3g} to {most:.3g} W"
+        notes.append(Assumption(_of("power under load", lacking), value, why, "watts"))
+    idle_w = load_w * by_class("idle_share", "idle power", " of its load", profiles.idle_watts, "idle_watts")
+    embodied = by_class("embodied", "embodied carbon", " kgCO2e", profiles.embodied_kgco2e, "embodied_kgco2e")
     grids = {country: facts.kgco2e_per_kwh(country) for country in dict.fromkeys(profiles.country)}
-    notes += [grid_note(country, figure) for country, figure in grids.items()]
+    notes += [_grid(country, figure) for country, figure in grids.items()]
     power = DevicePower(
         load_w=load_w,
-        idle_w=_or_else(profiles.idle_watts, lambda: idle_share * load_w),
-        charger_efficiency=by_class("charger_efficiency", "charger efficiency", "", everyone),
-        network_j_per_byte=_network(classes, used, facts, notes),
+        idle_w=np.where(np.isnan(profiles.idle_watts), idle_w, profiles.idle_watts),
+        charger_efficiency=by_class("charger_efficiency", "charger efficiency", ""),
+        network_j_per_byte=_network(classes, facts, notes),
         kgco2e_per_kwh=np.array([grids[country].value for country in profiles.country]),
-        embodied_kgco2e=_or_else(profiles.embodied_kgco2e, lambda: embodied),
-        lifetime_s=by_class("lifetime_h", "lifetime", " h", everyone) * _SECONDS_PER_HOUR,
+        embodied_kgco2e=np.where(np.isnan(profiles.embodied_kgco2e), embodied, profiles.embodied_kgco2e),
+        lifetime_s=by_class("lifetime_h", "lifetime", " h") * _SECONDS_PER_HOUR,
     )
     return power, tuple(notes)
 
@@ -129,16 +123,14 @@ def most_common_country(profiles: Profiles) -> str:
     return Counter(profiles.country).most_common(1)[0][0]
 
 
-def grid_note(country: str, figure: Figure) -> Assumption:
-    return Assumption(f"grid of {country or WORLD}", f"{figure.value:.3g} kgCO2e/kWh", figure.source)
+def _grid(country: str, figure: Figure) -> Assumption:
+    column = "" if country else "country"
+    return Assumption(f"grid of {country or WORLD}", f"{figure.value:.3g} kgCO2e/kWh", figure.source, column)
 
 
-def _of(what: str, count: int | np.int64) -> str:
+def _of(what: str, devices: Bools) -> str:
+    count = int(devices.sum())
     return f"{what} ({count:,} device{'' if count == 1 else 's'})"
-
-
-def _or_else(given: Floats, default: Callable[[], Floats]) -> Floats:
-    return np.where(np.isnan(given), default(), given)
 
 
 def _check_idle(profiles: Profiles) -> None:
@@ -151,9 +143,8 @@ def _check_idle(profiles: Profiles) -> None:
         )
 
 
-def _nearest_load_w(
-    profiles: Profiles, classes: np.ndarray[tuple[int], np.dtype[np.str_]], facts: CarbonFacts
-) -> Floats:
+def _nearest_load_w(profiles: Profiles, classes: Classes, facts: CarbonFacts) -> Floats:
+    """Power of the device model of the same class whose speed is nearest, in logarithms."""
     load_w = np.empty(len(profiles))
     for name in dict.fromkeys(classes.tolist()):
         models = [row for row in facts.devices if row["class"] == name and row["load_w"] and row["sustained_tflops"]]
@@ -165,14 +156,12 @@ def _nearest_load_w(
     return load_w
 
 
-def _network(
-    classes: np.ndarray[tuple[int], np.dtype[np.str_]], used: Iterable[str], facts: CarbonFacts, notes: list[Assumption]
-) -> Floats:
+def _network(classes: Classes, facts: CarbonFacts, notes: list[Assumption]) -> Floats:
     """Joules per byte: the energy of fixed and mobile networks, by the share of a class that is on mobile links."""
     fixed, mobile = facts.network_j_per_byte("fixed"), facts.network_j_per_byte("mobile")
     notes.append(Assumption("energy of fixed networks", f"{fixed.value * 1e6:g} J/MB", fixed.source))
     per_byte = np.full(len(classes), fixed.value)
-    for name in used:
+    for name in dict.fromkeys(classes.tolist()):
         share = MOBILE_SHARE[name]
         if share:
             per_byte[classes == name] = fixed.value * (1 - share) + mobile.value * share

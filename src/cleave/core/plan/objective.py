@@ -1,16 +1,16 @@
 """Choose which devices a plan takes: all that make it faster, or those with the least energy or emissions.
 
 The planner makes a step fast. For energy or carbon, devices are ranked by what one more FLOP takes on each, with the
-bytes that go with it, and the planner plans for the best half of them, the best quarter and so on, while the work still
-fits. The plan with the least joules or kgCO2e of all is taken. The plan for the whole fleet is one of them, so no plan
-for energy takes more joules than the one for time. Prefixes of one ranking are a search, not an optimum.
+bytes that go with it, and the planner plans for a few numbers of the best, evenly spaced in logarithms, while the work
+still fits. The plan with the least joules or kgCO2e of all is taken. The plan for the whole fleet is one of them, so no
+plan for energy takes more joules than the one for time. A few prefixes of one ranking are a search, not an optimum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Generic, Literal, TypeVar
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 
@@ -18,11 +18,11 @@ from cleave.core.carbon.bill import Bill, FleetPower
 from cleave.core.carbon.energy import Use, joules_per_flop, kgco2e_per_flop
 from cleave.core.carbon.footprint import Footprint
 from cleave.core.fleet.profiles import Ints, Profiles
+from cleave.core.model.objective import Objective
 from cleave.core.plan.usage import Plan, plan_flops, plan_s, use_of
 from cleave.errors import InfeasibleError
 
-Objective = Literal["time", "energy", "carbon"]
-OBJECTIVES: Final[tuple[Objective, ...]] = ("time", "energy", "carbon")
+_TRIED: Final = 5  # numbers of devices, beside the whole fleet
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 
@@ -55,8 +55,7 @@ def choose_devices(objective: Objective, fleet: FleetPower, plan: Callable[[Prof
     best, best_use, best_of = fastest, use, np.arange(len(everyone))
     if objective != "time":
         ranked = _ranked(objective, fleet, use, plan_flops(fastest))
-        count = len(everyone)
-        while (count := count // 2) >= 1:
+        for count in _counts(len(everyone)):
             some = np.sort(ranked[:count])
             try:
                 found = plan(everyone.take(some))
@@ -76,6 +75,12 @@ def choose_devices(objective: Objective, fleet: FleetPower, plan: Callable[[Prof
         fastest_s=plan_s(fastest),
         fastest=fleet.footprint(use),
     )
+
+
+def _counts(devices: int) -> list[int]:
+    """Numbers of devices to try, largest first."""
+    spaced = np.round(np.geomspace(devices, 1, _TRIED + 1)).astype(np.int64).tolist()
+    return sorted({count for count in spaced if count < devices}, reverse=True)
 
 
 def _ranked(objective: Objective, fleet: FleetPower, use: Use, flops: int) -> Ints:
