@@ -21,6 +21,7 @@ from cleave.core.model.shapes import ModelShape, named
 from cleave.core.plan.gemm.product import GemmPlan, plan_gemm
 from cleave.core.plan.objective import Chosen, choose_devices
 from cleave.core.plan.resident.large_fleet import ModelPlan
+from cleave.core.plan.rivals.products import GROUPED
 from cleave.core.plan.step import StepChoice, StepPlan, choose_step, plan_step
 from cleave.core.plan.usage import plan_flops, use_of
 
@@ -67,6 +68,23 @@ def test_products_of_a_step_add_up() -> None:
     flops = sum(segment.what.count * segment.what.gemm.flops for segment in plan.segments)
     assert float(use.busy_s @ profiles.flops_per_s) == pytest.approx(flops)
     assert use.down_bytes.sum() + use.up_bytes.sum() == pytest.approx(plan.moved_bytes)
+
+
+def test_attention_by_heads_is_added_to_products() -> None:
+    profiles = sample_fleet(MIX, "us", 2)
+    plan = plan_step(profiles, SHAPE, 1024, sequence=256)
+    choice = StepChoice(
+        shape=SHAPE, tokens=1024, sequence=256, wire=plan.wire, arrangement=GROUPED, step_s=9.0, plan=plan, rivals=()
+    )
+    use, products = use_of(choice, profiles), use_of(plan, profiles)
+    more = float((use.busy_s - products.busy_s) @ profiles.flops_per_s)
+    # every head of every sequence: 2 products of scores forward, 5 backward, of which causal masks leave half
+    assert more == pytest.approx((2 + 5) * 256 * 256 * SHAPE.head_dim * SHAPE.layers * SHAPE.heads * 4)
+    # in bf16: q, k, v down and a context up; then dy besides, with q, k, v and the context, and three gradients up
+    numbers = 256 * SHAPE.head_dim * SHAPE.layers * SHAPE.heads * 4
+    assert use.down_bytes.sum() - products.down_bytes.sum() == pytest.approx(2 * (3 + 5) * numbers)
+    assert use.up_bytes.sum() - products.up_bytes.sum() == pytest.approx(2 * (1 + 3) * numbers)
+    assert use.wall_s == 9.0
 
 
 def test_columns_take_the_bytes_of_their_plan_and_at_least_its_flops() -> None:
