@@ -123,7 +123,7 @@ def show(chosen: Chosen[Plan]) -> None:
             f"{si(bill.footprint.energy_j, 'J')} instead of {si(before.energy_j, 'J')}, "
             f"{grams(bill.footprint.kgco2e)} instead of {grams(before.kgco2e)}"
         )
-    console.print(footprint_text(bill.footprint))
+    console.print(f"energy {footprint_text(bill.footprint)}")
     clouds = "; ".join(
         f"{cloud.gpu} {si(cloud.footprint.energy_j, 'J')}, {grams(cloud.footprint.kgco2e)}" for cloud in bill.clouds
     )
@@ -143,9 +143,9 @@ def show(chosen: Chosen[Plan]) -> None:
 
 
 def footprint_text(footprint: Footprint) -> str:
-    """A footprint in one line."""
+    """A footprint in one line: joules, then emissions."""
     return (
-        f"energy {si(footprint.energy_j, 'J')}: devices {si(footprint.devices.energy_j, 'J')} above idle, network "
+        f"{si(footprint.energy_j, 'J')}: devices {si(footprint.devices.energy_j, 'J')} above idle, network "
         f"{si(footprint.network.energy_j, 'J')}, server {si(footprint.server.energy_j, 'J')}; "
         f"{grams(footprint.kgco2e)}, {grams(footprint.embodied_kgco2e)} of it embodied"
     )
