@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cleave.api.carbon import run_bill
+from cleave.api.run_bill import run_bill
 from cleave.core.schedule.link_rate import LinkRate
 from cleave.core.schedule.members import Member, Rate
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cleave import run_files, settings
-from cleave.api.carbon import run_bill
 from cleave.api.fleet import Fleet
+from cleave.api.run_bill import run_bill
 from cleave.config import TrainConfig
 from cleave.core.verify.vouching import Vouching
 from cleave.events import AnyEvent, EnergyUsed, EventLog, Note, Paused, Throttle
