@@ -197,6 +197,40 @@ def test_a_plan_says_which_columns_are_leased_and_none_are_if_forbidden(
     assert "leased" not in capsys.readouterr().out
 
 
+def test_a_plan_for_less_energy_says_what_it_costs_and_lists_its_sources(
+    fleet: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = ["plan", "--gemm", "700,500,300", "--fleet", fleet, "--json", "--objective"]
+    plans: dict[str, Any] = {}
+    for objective in ("time", "energy", "carbon"):
+        capsys.readouterr()
+        assert main([*request, objective]) == 0
+        plans[objective] = json.loads(capsys.readouterr().out)
+    for name, plan in plans.items():
+        footprint = plan["footprint"]
+        parts = [footprint[part]["energy_j"] for part in ("devices", "network", "server")]
+        assert footprint["energy_j"] == pytest.approx(sum(parts))
+        assert plan["objective"]["name"] == name
+        assert plan["objective"]["fastest_s"] == plans["time"]["makespan_s"]
+        assert plan["objective"]["seconds"] == plan["makespan_s"]
+        assert len({block["device"] for block in plan["blocks"]} | {one["device"] for one in plan["left_out"]}) == 10
+        assert all(one["source"] for one in (*footprint["assumptions"], *footprint["evidence"]))
+        assert {one["column"] for one in footprint["assumptions"]} == {"", "idle_watts"}
+        for cloud in footprint["cloud"]:
+            assert cloud["energy_ratio"] == pytest.approx(footprint["energy_j"] / cloud["energy_j"])
+    assert plans["energy"]["footprint"]["energy_j"] < plans["time"]["footprint"]["energy_j"]
+    assert plans["carbon"]["footprint"]["kgco2e"] < plans["time"]["footprint"]["kgco2e"]
+
+
+def test_a_plan_tells_its_energy_and_what_it_assumed(fleet: str, capsys: pytest.CaptureFixture[str]) -> None:
+    capsys.readouterr()
+    request = ["plan", "--gemm", "700,500,300", "--fleet", fleet, "--objective", "energy", "--server-watts", "500"]
+    assert main(request) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for fact in ("objective energy", "of 10;", "above idle", "idle_watts", "Patterson", "up to 12x", "H100"):
+        assert fact in told, fact
+
+
 def test_a_config_json_or_its_folder_is_accepted_as_a_model(
     few: str, small: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -255,6 +289,8 @@ GOOD = f"{HEADER}\na,1e12,1e7,1e6,0.01,1e9\n"
         (GOOD + "a,1e12,1e7,1e6,0.01,1e9\n", "comes twice"),
         (GOOD.replace(",memory_bytes", "").replace(",1e9", ""), "lacks memory_bytes"),
         (GOOD.replace("1e9", "100"), "smallest block needs"),
+        (f"{HEADER},country\na,1e12,1e7,1e6,0.01,1e9,atlantis\n", "'atlantis'"),
+        (f"{HEADER},watts,idle_watts\na,1e12,1e7,1e6,0.01,1e9,10,12\n", "idle_watts of device 'a'"),
     ],
 )
 def test_a_bad_fleet_gives_one_sentence_and_exit_code_2(

@@ -177,6 +177,19 @@ class Resumed(Event, frozen=True, kw_only=True):
     path: str
 
 
+class EnergyUsed(Event, frozen=True, kw_only=True):
+    """Energy and emissions of what devices and server did since the start or resume, by `core.carbon`."""
+
+    energy_j: float
+    devices_j: float
+    """Above idle, at the plug; of devices on other machines."""
+    network_j: float
+    server_j: float
+    kgco2e: float
+    embodied_kgco2e: float
+    """Part of `kgco2e`."""
+
+
 class RunFinished(Event, frozen=True, kw_only=True):
     """A run ended, for whatever reason."""
 
@@ -204,6 +217,7 @@ AnyEvent = (
     | Evaluated
     | CheckpointSaved
     | Resumed
+    | EnergyUsed
     | RunFinished
 )
 Listener = Callable[[AnyEvent], None]

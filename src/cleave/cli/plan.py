@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from cleave.cli.arguments import AddVerb, count, gemm_sizes, positive
 from cleave.core.cost.wire import PLAN_WIRE, WIRE_NAMES
 from cleave.core.model.grain import GRAINS
 from cleave.core.model.lease import LEASE_MODES
+from cleave.core.model.objective import OBJECTIVES
 from cleave.errors import InputError
 from cleave.settings import GRAIN, LEASE
 
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from cleave.core.cost.wire import WireName
     from cleave.core.model.grain import Grain
     from cleave.core.model.lease import LeaseMode
+    from cleave.core.model.objective import Objective
     from cleave.core.plan.gemm.product import Split
 
 _GBIT_BYTES = 1e9 / 8
@@ -72,7 +75,17 @@ def add_to(add: AddVerb) -> None:
     place.add_argument(
         "--server-tflops", type=positive, metavar="TFLOPS", help="speed of the server itself, in TFLOP/s (default: 0)"
     )
+    place.add_argument(
+        "--server-watts", type=positive, metavar="W", help="power of the server at the plug, in W (default: 150)"
+    )
     choices = verb.add_argument_group("how to cut it")
+    choices.add_argument(
+        "--objective",
+        choices=OBJECTIVES,
+        default="time",
+        help="take the devices that make it fastest, or those with the least energy or emissions, which takes several "
+        "plans (default: time)",
+    )
     choices.add_argument(
         "--wire",
         choices=WIRE_NAMES,
@@ -118,6 +131,8 @@ def _run_plan(options: argparse.Namespace) -> None:
         server_down_gbit=options.server_down,
         server_up_gbit=options.server_up,
         server_tflops=options.server_tflops,
+        server_watts=options.server_watts,
+        objective=options.objective,
         grain=options.grain,
         split=options.split,
         grouped=not options.ungrouped,
@@ -139,6 +154,8 @@ def run_plan(
     server_down_gbit: float | None,
     server_up_gbit: float | None,
     server_tflops: float | None,
+    server_watts: float | None,
+    objective: Objective,
     grain: Grain,
     split: Split,
     grouped: bool,
@@ -147,11 +164,14 @@ def run_plan(
     as_json: bool,
     plot: str | None,
 ) -> None:
+    from cleave.api.carbon import carbon_facts
     from cleave.api.planning import load_fleet
     from cleave.api.planning import plan as make_plan
+    from cleave.core.carbon.bill import fleet_power
     from cleave.core.cost.rates import Server
+    from cleave.core.plan.objective import choose_devices
     from cleave.facts import table
-    from cleave.report import plan_json, plan_text, plan_words
+    from cleave.report import carbon, plan_json, plan_text, plan_words
 
     if gemm is not None and tokens is not None:
         raise InputError("--tokens applies to --model, and a gemm already has its size; drop --tokens")
@@ -163,8 +183,8 @@ def run_plan(
         flops_per_s=0.0 if server_tflops is None else server_tflops * 1e12,
     )
     profiles = load_fleet(fleet)
-    planned = make_plan(
-        profiles,
+    make = partial(
+        make_plan,
         model=model,
         tokens=tokens,
         gemm=gemm,
@@ -177,10 +197,15 @@ def run_plan(
         lora=lora,
         lease=lease,
     )
+    power = fleet_power(profiles, carbon_facts(), server_watts=server_watts)
+    chosen = choose_devices(objective, power, make)
+    planned, profiles = chosen.plan, chosen.profiles
     if as_json:
-        sys.stdout.write(json.dumps(plan_json.as_json(planned)) + "\n")
+        whole = {**plan_json.as_json(planned, chosen.left_out), **carbon.as_json(chosen)}
+        sys.stdout.write(json.dumps(whole) + "\n")
     else:
         plan_text.show(planned, profiles, server, plan_words.cloud_gpu(table("cloud")))
+        carbon.show(chosen)
     if plot is not None:
         from cleave.report import plan_plot
 

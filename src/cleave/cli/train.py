@@ -200,6 +200,7 @@ def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: 
             )
         run.finished = summary.reason == "done"
         run.tell_audits()
+        bill = run.tell_energy(summary.seconds)
         devices = run.fleet.cluster.members() if run.fleet else []
     finally:
         run.close()  # before the summary, for which a reader may make us wait
@@ -209,6 +210,7 @@ def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: 
         devices,
         directory,
         plain_console(),
+        bill=bill,
         can_be_joined=run.fleet is not None and run.fleet.is_reachable,
         as_json=as_json,
     )

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 
 from cleave import run_files, settings
 from cleave.api.fleet import Fleet
+from cleave.api.run_bill import run_bill
 from cleave.config import TrainConfig
 from cleave.core.verify.vouching import Vouching
-from cleave.events import AnyEvent, EventLog, Note, Paused, Throttle
+from cleave.events import AnyEvent, EnergyUsed, EventLog, Note, Paused, Throttle
 from cleave.report.plain import plain_console
 from cleave.report.train_screen import TrainView
 from cleave.server.admission.gate import is_loopback
@@ -27,6 +28,7 @@ from cleave.train.loop import Traffic
 if TYPE_CHECKING:
     import torch
 
+    from cleave.core.carbon.bill import Bill
     from cleave.core.schedule.members import Member
 
 _UNENCRYPTED = "tokens and numbers travel in the clear, for anyone on the network to read; add --tls"
@@ -141,6 +143,23 @@ class TrainingRun:
         if totals is not None and totals.audited_units:
             found = f"wrong results found {totals.wrong_audits} times" if totals.wrong_audits else "all correct"
             self.observe(Note(text=f"audited {totals.audited_units} units: {found}"))
+
+    def tell_energy(self, wall_s: float) -> Bill | None:
+        """Bill what devices did in so many seconds, and log it."""
+        bill = run_bill(self.fleet.cluster.members(), wall_s) if self.fleet else None
+        if bill is not None:
+            whole = bill.footprint
+            self.observe(
+                EnergyUsed(
+                    energy_j=whole.energy_j,
+                    devices_j=whole.devices.energy_j,
+                    network_j=whole.network.energy_j,
+                    server_j=whole.server.energy_j,
+                    kgco2e=whole.kgco2e,
+                    embodied_kgco2e=whole.embodied_kgco2e,
+                )
+            )
+        return bill
 
     def _devices(self) -> list[Member]:
         return self.fleet.cluster.here() if self.fleet else []

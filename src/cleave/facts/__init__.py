@@ -15,8 +15,11 @@ from typing import Literal
 
 TableName = Literal[
     "access",
+    "carbon_defaults",
+    "carbon_facts",
     "carbon_intensity",
     "cloud",
+    "country_codes",
     "device_memory_policy",
     "devices",
     "measured_gemm",
@@ -24,6 +27,7 @@ TableName = Literal[
     "network_distributions",
     "network_energy",
     "networks",
+    "pue",
 ]
 
 

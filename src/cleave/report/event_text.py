@@ -48,7 +48,7 @@ def describe(event: events.AnyEvent) -> str | None:
             return f"step {event.step}: saved {event.path}"
         case events.Resumed():
             return f"resumed after step {event.step} from {event.path}"
-        case events.StepDone() | events.RunFinished():
+        case events.StepDone() | events.EnergyUsed() | events.RunFinished():
             return None
 
 

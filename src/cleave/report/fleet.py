@@ -23,6 +23,7 @@ _LABELS = {
     "byte_s": ("handling of a byte", "s"),
     "medium_bytes_per_s": ("shared medium", "bit/s"),
     "watts": ("power under load", "W"),
+    "idle_watts": ("power when idle", "W"),
     "embodied_kgco2e": ("embodied carbon", "kg CO2e"),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TypedDict
 
 from cleave.core.model.sublayers import sublayers_of
@@ -124,15 +125,22 @@ class ColumnsJson(ChoiceJson):
     left_out: list[LeftOutJson]
 
 
-def as_json(plan: GemmPlan | StepPlan | StepChoice) -> GemmPlanJson | StepPlanJson | ChoiceJson:
+_Reasons = Mapping[str, str]
+
+
+def as_json(
+    plan: GemmPlan | StepPlan | StepChoice, also_left_out: _Reasons | None = None
+) -> GemmPlanJson | StepPlanJson | ChoiceJson:
+    """The plan; `also_left_out` has reasons for devices that the planner was not given."""
+    others = also_left_out or {}
     if isinstance(plan, GemmPlan):
-        return _gemm_plan(plan)
+        return _gemm_plan(plan, others)
     if isinstance(plan, StepPlan):
-        return _step(plan)
-    return _choice(plan)
+        return _step(plan, others)
+    return _choice(plan, others)
 
 
-def _choice(choice: StepChoice) -> ChoiceJson:
+def _choice(choice: StepChoice, others: _Reasons) -> ChoiceJson:
     plan = choice.plan
     chosen: ChoiceJson = {
         "model": choice.shape.name,
@@ -144,7 +152,7 @@ def _choice(choice: StepChoice) -> ChoiceJson:
         "bound_s": choice.bound_s,
         "grain": choice.grain,
         "arrangement": choice.arrangement,
-        "segments": _step(plan)["segments"] if isinstance(plan, StepPlan) else _stages(plan),
+        "segments": _step(plan, others)["segments"] if isinstance(plan, StepPlan) else _stages(plan),
         "rivals": [
             {
                 "name": rival.name,
@@ -174,7 +182,7 @@ def _choice(choice: StepChoice) -> ChoiceJson:
         "down_bytes": plan.down_bytes,
         "up_bytes": plan.up_bytes,
         "log_bytes": plan.log_bytes,
-        "left_out": [{"device": device, "reason": reason} for device, reason in plan.left_out.items()],
+        "left_out": _left_out(plan.left_out, others),
     }
     return columns
 
@@ -200,7 +208,7 @@ def _stages(plan: ModelPlan) -> list[StageJson]:
     ]
 
 
-def _step(plan: StepPlan) -> StepPlanJson:
+def _step(plan: StepPlan, others: _Reasons) -> StepPlanJson:
     return {
         "model": plan.shape.name,
         "tokens": plan.tokens,
@@ -211,11 +219,11 @@ def _step(plan: StepPlan) -> StepPlanJson:
         "grain": plan.grain,
         "attention_flops": plan.attention_flops,
         "attention_s": plan.attention_s,
-        "segments": [_segment(segment) for segment in plan.segments],
+        "segments": [_segment(segment, others) for segment in plan.segments],
     }
 
 
-def _segment(segment: PlannedGemm) -> SegmentJson:
+def _segment(segment: PlannedGemm, others: _Reasons) -> SegmentJson:
     what = segment.what
     return {
         "segment": what.segment,
@@ -223,11 +231,11 @@ def _segment(segment: PlannedGemm) -> SegmentJson:
         "count": what.count,
         "members": list(what.members),
         "step_s": segment.step_s,
-        **_gemm_plan(segment.plan),
+        **_gemm_plan(segment.plan, others),
     }
 
 
-def _gemm_plan(plan: GemmPlan) -> GemmPlanJson:
+def _gemm_plan(plan: GemmPlan, others: _Reasons) -> GemmPlanJson:
     tiling = plan.tiling
     blocks = zip(tiling.device.tolist(), tiling.rows.tolist(), tiling.cols.tolist(), tiling.inner.tolist(), strict=True)
     return {
@@ -241,5 +249,9 @@ def _gemm_plan(plan: GemmPlan) -> GemmPlanJson:
         "down_bytes": float(plan.down_bytes.sum()),
         "up_bytes": float(plan.up_bytes.sum()),
         "blocks": [{"device": plan.names[d], "rows": r, "cols": c, "inner": i} for d, r, c, i in blocks],
-        "left_out": [{"device": device, "reason": reason} for device, reason in plan.left_out.items()],
+        "left_out": _left_out(plan.left_out, others),
     }
+
+
+def _left_out(reasons: _Reasons, others: _Reasons) -> list[LeftOutJson]:
+    return [{"device": device, "reason": reason} for device, reason in {**reasons, **others}.items()]

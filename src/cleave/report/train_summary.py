@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.text import Text
 
+from cleave.core.carbon.bill import Bill
+from cleave.report.carbon import bill_json, footprint_text
 from cleave.report.device_table import DeviceRow, device_table
 from cleave.report.quantities import plural, seconds
 from cleave.report.run_figures import RunFigures
@@ -52,11 +54,12 @@ def show(
     directory: Path,
     console: Console,
     *,
+    bill: Bill | None = None,
     can_be_joined: bool,
     as_json: bool,
 ) -> None:
     if as_json:
-        sys.stdout.write(json.dumps(_as_json(summary, figures, devices, directory)) + "\n")
+        sys.stdout.write(json.dumps(_as_json(summary, figures, devices, directory, bill)) + "\n")
         return
     losses = summary.losses
     if losses:
@@ -70,7 +73,7 @@ def show(
     if summary.sample:
         written = Text(summary.prompt, style="dim") + Text(summary.sample)
         console.print(Panel(written, title="text sample", title_align="left"))
-    console.print(fact_table(_facts(summary, figures)))
+    console.print(fact_table(_facts(summary, figures, bill)))
     if devices:
         console.print(device_table(devices, console.width))
     for device in devices:
@@ -93,7 +96,7 @@ def show(
         )
 
 
-def _facts(summary: RunSummary, figures: RunFigures) -> dict[str, str]:
+def _facts(summary: RunSummary, figures: RunFigures, bill: Bill | None) -> dict[str, str]:
     """What the run used and where its time went; measured times are from this start or resume on."""
     facts: dict[str, str] = {}
     if figures.grain is not None:
@@ -113,11 +116,14 @@ def _facts(summary: RunSummary, figures: RunFigures) -> dict[str, str]:
             facts["checks"] = f"{seconds(figures.checking_s)} verifying results, while devices computed"
     if figures.undone:
         facts["undone"] = f"{plural(figures.undone, 'step')}, which rested on work of a device found wrong"
+    if bill is not None:
+        whose = "devices are taken for laptops on the grid of the world" if bill.footprint.devices.energy_j else ""
+        facts["energy"] = "; ".join(filter(None, (footprint_text(bill.footprint), whose)))
     return facts
 
 
 def _as_json(
-    summary: RunSummary, figures: RunFigures, devices: Sequence[DeviceRow], directory: Path
+    summary: RunSummary, figures: RunFigures, devices: Sequence[DeviceRow], directory: Path, bill: Bill | None
 ) -> dict[str, object]:
     return {
         "run": str(directory),
@@ -137,6 +143,7 @@ def _as_json(
         "measured_step_s": figures.measured_step_s,
         "waiting_s": figures.waiting_s,
         "checking_s": figures.checking_s,
+        "footprint": None if bill is None else bill_json(bill),
         "devices": [
             {
                 "device": device.name,

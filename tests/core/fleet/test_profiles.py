@@ -25,6 +25,7 @@ NUMBERS = (
     "byte_s",
     "medium_bytes_per_s",
     "watts",
+    "idle_watts",
     "embodied_kgco2e",
 )
 
@@ -73,6 +74,7 @@ def profiles_of(draw: st.DrawFn) -> Profiles:
         byte_s=column(from_zero) + 0.0,
         medium_bytes_per_s=np.array([capacities[medium] for medium in media]),
         watts=column(maybe),
+        idle_watts=column(maybe),
         embodied_kgco2e=column(maybe),
         device_class=words(),
         country=words(),

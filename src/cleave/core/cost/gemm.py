@@ -116,6 +116,11 @@ def finish_s(unit: UnitCosts, rows: Floats, cols: Floats, inner: Real) -> Floats
     return np.where(area > 0, unit.latency_s + np.maximum(down, busy * (1 + share * share)), 0.0)
 
 
+def compute_s(unit: UnitCosts, rows: Floats, cols: Floats, inner: Real) -> Floats:
+    """Seconds of each device's processor for its block."""
+    return unit.mac_s * inner * rows * cols
+
+
 def row_costs_s(
     unit: UnitCosts, in_width: int, out_width: int, dy_cost: float = 1.0
 ) -> tuple[dict[Role, Floats], dict[Role, Floats]]:
@@ -184,7 +189,7 @@ def limiting(unit: UnitCosts, rows: Floats, cols: Floats, inner: Real) -> list[L
     parts = np.stack(
         [
             unit.down_s * inner * (rows + cols),
-            unit.mac_s * inner * area,
+            compute_s(unit, rows, cols, inner),
             unit.up_s * area,
             unit.latency_s + 0 * area,
         ]

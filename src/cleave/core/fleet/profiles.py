@@ -27,7 +27,7 @@ DeviceId = NewType("DeviceId", str)
 """The name of a device, unique in its fleet."""
 
 _REQUIRED: Final = ("flops_per_s", "down_bytes_per_s", "up_bytes_per_s", "latency_s", "memory_bytes")
-_OPTIONAL: Final = ("task_s", "byte_s", "medium_bytes_per_s", "watts", "embodied_kgco2e")
+_OPTIONAL: Final = ("task_s", "byte_s", "medium_bytes_per_s", "watts", "idle_watts", "embodied_kgco2e")
 _NOT_ADDED: Final = ("latency_s", "task_s", "byte_s", "medium_bytes_per_s")
 _ABSENT: Final = {"task_s": 0.0, "byte_s": 0.0}
 """What an optional column holds where nothing is given; others hold NaN, for unknown."""
@@ -66,12 +66,14 @@ class Profiles:
     """Capacity of the medium a device shares, both ways together; NaN without one."""
     watts: Floats = field(default_factory=_unknown)
     """Power of the whole device under load; NaN where unknown, all NaN if omitted."""
+    idle_watts: Floats = field(default_factory=_unknown)
+    """Power of the whole device when it has nothing to do; NaN where unknown, all NaN if omitted."""
     embodied_kgco2e: Floats = field(default_factory=_unknown)
     """Emissions of manufacturing; NaN where unknown, all NaN if omitted."""
     device_class: tuple[str, ...] = ()
     """phone, laptop, ...; empty where unknown."""
     country: tuple[str, ...] = ()
-    """Two lower-case letters; empty where unknown."""
+    """ISO 3166 code of two or three letters, or world; empty where unknown."""
     medium: tuple[str, ...] = ()
     """Name of a medium that devices share, such as a Wi-Fi network; empty for a link of their own."""
 

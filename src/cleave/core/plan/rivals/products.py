@@ -13,6 +13,7 @@ from math import ceil, inf
 
 import numpy as np
 
+from cleave.core.carbon.energy import Use
 from cleave.core.cost.bound import bound_2d, bound_3d, least_time, volume_within
 from cleave.core.cost.gemm import UnitCosts, best_inner, unit_costs
 from cleave.core.model.gemms import Gemm, step_gemms
@@ -116,15 +117,25 @@ def _fluid_s(case: Case, gemm: Gemm, copies: int) -> float:
 
 def attention_by_heads_s(case: Case) -> float:
     """Seconds of scores and contexts, divided by heads and sequences among the devices in any number."""
+    return attention_use(case).wall_s
+
+
+def attention_use(case: Case) -> Use:
+    """What scores and contexts take of each device: heads are shared out so that all finish together."""
     shape, profiles, size = case.shape, case.profiles, case.terms.activation_bytes
     one = case.sequence * shape.head_dim
     shared = 2 * shape.kv_heads / shape.heads
     heads = shape.layers * case.tokens / case.sequence * shape.heads
-    total_s = 0.0
+    none = np.zeros(len(profiles))
+    total = Use(busy_s=none, down_bytes=none, up_bytes=none, wall_s=0.0)
     for down, up, flops in ((1 + shared, 1.0, 2.0), (3 + shared, 1 + shared, 5.0)):
+        busy_s = flops * case.sequence * one / profiles.flops_per_s
         per_s = np.maximum(
             np.maximum(down * size * one / profiles.down_bytes_per_s, up * size * one / profiles.up_bytes_per_s),
-            flops * case.sequence * one / profiles.flops_per_s,
+            busy_s,
         )
-        total_s += heads / float((1 / per_s).sum())
-    return total_s
+        wall_s = heads / float((1 / per_s).sum())
+        own = wall_s / per_s
+        moved = own * size * one
+        total += Use(busy_s=own * busy_s, down_bytes=down * moved, up_bytes=up * moved, wall_s=wall_s)
+    return total
