@@ -216,7 +216,7 @@ async def _emulate(
 def _stays(churn: Churn, names: list[str]) -> Mapping[str, Stays] | None:
     """When each device is there, as asked; None if all of them stay."""
     from cleave.disk import read_whole
-    from cleave.emulate.churn import constant, daily, of_each, traced
+    from cleave.sim.churn import constant, daily, of_each, traced
 
     if churn.kind is None:
         return None
