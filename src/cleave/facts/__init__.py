@@ -15,6 +15,7 @@ from typing import Literal
 
 TableName = Literal[
     "access",
+    "availability_distributions",
     "carbon_intensity",
     "cloud",
     "device_memory_policy",

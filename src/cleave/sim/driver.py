@@ -238,8 +238,8 @@ class VirtualDriver:
                     future.set_exception(error)
             case Wait(reason):
                 self.waits.append(reason)
-            case Tell(event):
-                self.told.append(event)
+            case Tell():
+                self.told.append(action.event)
             case _:
                 pass  # dropping operands takes no time
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from typing import cast
 
 import numpy as np
 
@@ -20,9 +21,11 @@ from cleave.protocol.numbers import NumpyCodec
 from cleave.server.contract import Run
 from cleave.server.fleet_view import FleetView
 from cleave.server.gemm.product import Product
+from cleave.server.gemm.results import GemmResults
 from cleave.server.gemm.run import GemmRun
 from cleave.server.operands import Operands, Tensor
 from cleave.server.resident.audits import Audits, AuditTotals
+from cleave.server.resident.results import ResidentResults
 from cleave.server.resident.run import ResidentRun
 from cleave.sim.devices import Device
 from cleave.sim.driver import VirtualDriver
@@ -61,7 +64,7 @@ class Fleet:
         run = GemmRun(
             Product(role, (a,), (b,)),
             plan.blocks[role],
-            NoNumbers(),
+            cast("GemmResults", NoNumbers()),
             priority=1,
             format=self._setting.wire,
             operands=self.operands,
@@ -77,7 +80,7 @@ class Fleet:
             decoder,
             batch,
             plan,
-            NoNumbers(),
+            cast("ResidentResults", NoNumbers()),
             format=self._setting.wire,
             gradient_format=stream_format("weight gradient", self._setting.wire),
             operands=self.operands,
@@ -104,7 +107,8 @@ class Fleet:
     def _plan(self, run: Run) -> object:
         assert isinstance(run, ResidentRun)
         profiles = self.driver.engine.roster.profiles()
-        assert profiles is not None
+        if profiles is None:
+            return InfeasibleError("no device is connected")
         work = PassWork(run.decoder, run.batch.sequences, run.batch.sequence, run.batch.is_trained, run.batch.wants_dx)
         try:
             return plan_pass(work, profiles, self._setting)
