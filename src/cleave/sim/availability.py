@@ -88,5 +88,5 @@ def fit(rows: Iterable[Mapping[str, str]], name: str) -> Fit:
 
 
 def _duration(row: Mapping[str, str], column: Literal["avail", "unavail"]) -> Duration:
-    family = next(one for one in FAMILIES if one == row["family"])
-    return Duration(family, float(row[f"{column}_p1"]), float(row[f"{column}_p2"] or "nan"))
+    family: dict[str, Family] = {one: one for one in FAMILIES}
+    return Duration(family[row["family"]], float(row[f"{column}_p1"]), float(row[f"{column}_p2"] or "nan"))

@@ -11,6 +11,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import cast
 
 from cleave.core.cost.rates import Pace, Server
 from cleave.core.schedule.ledger import TICK_S
@@ -239,7 +240,7 @@ class VirtualDriver:
             case Wait(reason):
                 self.waits.append(reason)
             case Tell():
-                self.told.append(action.event)
+                self.told.append(cast(object, action.event))
             case _:
                 pass  # dropping operands takes no time
 

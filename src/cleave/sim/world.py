@@ -38,8 +38,8 @@ class Noise:
     def __post_init__(self) -> None:
         if not (0 <= self.spread <= _MOST_SPREAD and 0 <= self.drift <= _MOST_SPREAD):
             raise InputError(
-                f"expected noise and drift from 0 to {_MOST_SPREAD:g}, got {self.spread:g} and {self.drift:g}; they are "
-                "standard deviations of logarithms, so that 0.2 is about 20 %"
+                f"expected noise and drift from 0 to {_MOST_SPREAD:g}, got {self.spread:g} and {self.drift:g}; they "
+                "are standard deviations of logarithms, so that 0.2 is about 20 %"
             )
         if not (0 <= self.stalls_per_hour < 1e6 and 0 < self.stall_s < 1e6):
             raise InputError(
@@ -76,8 +76,8 @@ class World:
         hour = 0 if self.is_still else int(now_s // _HOUR_S)
         if hour != self._hour:
             drift = self._factors(f"drift {hour}", self.noise.drift)
-            columns = {name: getattr(self.believed, name) * self._base[name] * drift[name] for name in NOISY}
-            self._hour, self._truth = hour, replace(self.believed, **columns)
+            self._hour = hour
+            self._truth = replace(self.believed, **{name: self._scaled(name, drift) for name in NOISY})
         return self._truth
 
     @property
@@ -100,6 +100,10 @@ class World:
         """Stays of each device, from the start."""
         always = ((0.0, np.inf),)
         return {name: iter(always if self._stays is None else self._stays[name]) for name in self.believed.names}
+
+    def _scaled(self, name: str, drift: dict[str, Floats]) -> Floats:
+        believed: Floats = getattr(self.believed, name)
+        return believed * self._base[name] * drift[name]
 
     def _factors(self, what: str, spread: float) -> dict[str, Floats]:
         if spread == 0:

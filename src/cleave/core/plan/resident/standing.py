@@ -87,8 +87,14 @@ class StandingColumns:
             taken[devices] = np.fmax(np.nan_to_num(taken[devices]), seconds)
         return taken
 
-    def without(self, gone: Bools) -> StandingColumns | None:
-        """The same columns without some devices, whose rows go to their mates; None if a column has nobody left."""
+    def replaced(self, gone: Bools, is_present: Bools) -> StandingColumns | None:
+        """The same columns without some devices, whose rows go to their mates.
+
+        A column with nobody left goes to the device that is fastest at it of those present without a column; None if
+        there is none.
+        """
+        idle = is_present & ~gone
+        idle[self.devices] = False
         rounds: list[tuple[StageCover, ...]] = []
         for table, stages in self._parts():
             found: list[StageCover] = []
@@ -96,13 +102,17 @@ class StandingColumns:
                 groups: list[Group] = []
                 for devices, rows in stage.groups:
                     stays = ~gone[devices]
-                    if not stays.any():
-                        return None
+                    members = devices[stays]
                     if stays.all():
                         groups.append(Group(devices, rows))
                         continue
-                    pace = rows[stays] if rows[stays].any() else np.ones(int(stays.sum()))
-                    groups.append(share_by_pace(table, stage.kind, devices[stays], pace))
+                    if len(members) == 0:
+                        able = np.flatnonzero(idle & table.fits[stage.kind])
+                        if len(able) == 0:
+                            return None
+                        members = able[[int(table.row_s[stage.kind, able].argmin())]]
+                        idle[members] = False
+                    groups.append(share_by_pace(table, stage.kind, members, 1 / table.row_s[stage.kind, members]))
                 found.append(replace(stage, groups=tuple(groups)))
             rounds.append(tuple(found))
         return StandingColumns(tables=self.tables, rounds=tuple(rounds), server=self.server)
