@@ -9,7 +9,7 @@ What is approximated, against the engine event by event:
 - a column without a device is taken over by the idle one that is fastest at it, weights included; failing that, the
   fleet is planned again and the batch begins anew;
 - newcomers take a seat in a column that lost one, otherwise they are idle until the next plan;
-- the fleet is planned again once a batch takes 1 / 0.7 of the planned time, as on a live server; planning takes no time;
+- the fleet is planned again once a batch takes 1 / 0.7 of the planned time, as on a live server, in no time;
 - a stall slows a device's processor down by the share of time it is stalled.
 """
 
@@ -29,7 +29,7 @@ from cleave.sim.planning import replan
 from cleave.sim.setting import Setting
 from cleave.sim.world import World
 
-_TRY_AGAIN = 10
+_TRY_AGAIN = 2
 """Batches between two plans, unless one is needed to go on."""
 
 
@@ -64,9 +64,7 @@ class ColumnsCourse:
         self._now = self._waited_s = 0.0
 
     def run(self, batches: int) -> Course:
-        took: list[float] = []
-        for number in range(batches):
-            took.append(self._batch(is_first=number == 0))
+        took = [self._batch(is_first=number == 0) for number in range(batches)]
         return Course(
             method="columns",
             batch_s=tuple(took),
@@ -117,19 +115,19 @@ class ColumnsCourse:
 
     def _settle(self, gone: Bools, newcomers: list[int]) -> None:
         """Reseat devices after a batch; plan again if a column has nobody left and nobody to take it."""
-        state, columns = self._state, self._state.columns
-        present = self._present()
+        state, present = self._state, self._present()
+        columns = state.columns.replaced(gone, present)
+        if columns is None:
+            self._replan()
+            return
         for device in newcomers:
             if present[device] and (seated := columns.seated(device, state.lost)) is not None:
-                for column in set(seated.columns_of(device)):
-                    state.lost.remove(column)
+                for column in seated.columns_of(device):
+                    if column in state.lost:
+                        state.lost.remove(column)
                 columns = seated
-        left = columns.replaced(gone, present)
-        if left is None:
-            self._replan()
-        else:
-            state.columns = left.measured()
-            state.step_s = state.columns.step_s
+        state.columns = columns.measured()
+        state.step_s = state.columns.step_s
 
     def _refresh(self) -> None:
         """Follow the drift of true rates."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Literal
 
 from cleave.errors import InfeasibleError
@@ -61,6 +62,11 @@ class Attendance:
                 self._schedule(change.device)
             yield change
 
+    @property
+    def soonest(self) -> float:
+        """When the next change is; infinite if there is none."""
+        return self._changes[0].at if self._changes else inf
+
     def next_at(self) -> float:
         """When the next change is; InfeasibleError if nothing changes any more."""
         if not self._changes:
@@ -71,5 +77,5 @@ class Attendance:
         stay = next(self._lives[device], None)
         if stay is not None:
             heapq.heappush(self._changes, Change(max(stay[0], 0.0), device, True))
-            if stay[1] < float("inf"):
+            if stay[1] < inf:
                 heapq.heappush(self._changes, Change(stay[1], device, False))

@@ -61,26 +61,10 @@ class SimulationStuck(CleaveError):
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
-    name: str
-    device: Device
-    believed: Pace
+class _Called:
+    """Something of the world happens: a device joins, leaves, stalls, or changes its rates."""
 
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """A device's true rates change; what is under way keeps its own."""
-
-    name: str
-    pace: Pace
-
-
-@dataclass(frozen=True, slots=True)
-class Stalled:
-    """A device's processor begins nothing for some seconds."""
-
-    name: str
-    seconds: float
+    happen: Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +84,7 @@ class _Flowed:
     version: int
 
 
-SimEvent = EngineEvent | Joined | Changed | Stalled | _Served | _Flowed
+SimEvent = EngineEvent | _Called | _Served | _Flowed
 
 
 class VirtualDriver:
@@ -121,7 +105,6 @@ class VirtualDriver:
         self.waits: list[str] = []
         self.failing: Counter[DeviceId] = Counter()
         """How many of its next tasks each device will fail."""
-        self.events = 0
         self._planner = planner
         capacity = {"server down": server.down_bytes_per_s, "server up": server.up_bytes_per_s}
         capacity |= {f"medium {name}": bytes_per_s for name, bytes_per_s in (media or {}).items()}
@@ -136,22 +119,27 @@ class VirtualDriver:
         """Whether nothing is left to happen."""
         return not self._heap
 
-    def join(self, name: str, device: Device, *, claim: float = 1.0) -> None:
-        """Let a device join that claims to be `claim` times as fast as it is."""
-        self._add(name, device, device.pace._replace(flops_per_s=device.pace.flops_per_s * claim))
+    def join(self, name: str, device: Device, *, claim: float = 1.0, believed: Pace | None = None) -> None:
+        """Let a device join that claims to be `claim` times as fast as it is, or to have the `believed` rates."""
+        pace = believed or device.pace
+        member = self.engine.roster.add(
+            name=name,
+            kernel="virtual",
+            memory_bytes=device.memory_bytes,
+            flops_per_s=pace.flops_per_s * claim,
+            latency_s=pace.latency_s,
+            down_bytes_per_s=pace.down_bytes_per_s,
+            up_bytes_per_s=pace.up_bytes_per_s,
+        )
+        self.devices[DeviceId(name)] = device
+        self.post(DeviceAdded(DeviceId(name), device.memory_bytes, member.pace))
 
-    def join_at(self, name: str, device: Device, believed: Pace, at: float) -> None:
-        """Let a device join then, of which the server believes other rates than its own."""
-        self._push(Joined(name, device, believed), at)
-
-    def leave(self, name: str, at: float) -> None:
+    def leave(self, name: str, at: float | None = None) -> None:
         self.post(DeviceRemoved(DeviceId(name)), at)
 
-    def change(self, name: str, pace: Pace, at: float) -> None:
-        self._push(Changed(name, pace), at)
-
-    def stall(self, name: str, seconds: float, at: float) -> None:
-        self._push(Stalled(name, seconds), at)
+    def call_at(self, at: float, happen: Callable[[], None]) -> None:
+        """Let something of the world happen then."""
+        self._push(_Called(happen), max(at, self.now))
 
     def submit(self, run: Run) -> None:
         self.post(RunSubmitted(run))
@@ -167,21 +155,14 @@ class VirtualDriver:
             if at >= limit_s:
                 raise SimulationStuck(f"not over after {limit_s} virtual seconds")
             self.now = at
-            self.events += 1
             self._happen(event)
 
     # -------------------------------------------------------------------------------------------- events
 
     def _happen(self, event: SimEvent) -> None:
         match event:
-            case Joined(name, device, believed):
-                self._add(name, device, believed)
-            case Changed(name, pace):
-                if (device := self.devices.get(DeviceId(name))) is not None:
-                    device.pace = pace
-            case Stalled(name, seconds):
-                if (device := self.devices.get(DeviceId(name))) is not None:
-                    device.stalled_until = max(device.stalled_until, self.now + seconds)
+            case _Called(happen):
+                happen()
             case _Served(device, name, line, turn):
                 if device.lines[line].turn == turn:
                     self._served(device, name, line)
@@ -245,19 +226,6 @@ class VirtualDriver:
                 pass  # dropping operands takes no time
 
     # -------------------------------------------------------------------------------------------- devices
-
-    def _add(self, name: str, device: Device, believed: Pace) -> None:
-        member = self.engine.roster.add(
-            name=name,
-            kernel="virtual",
-            memory_bytes=device.memory_bytes,
-            flops_per_s=believed.flops_per_s,
-            latency_s=believed.latency_s,
-            down_bytes_per_s=believed.down_bytes_per_s,
-            up_bytes_per_s=believed.up_bytes_per_s,
-        )
-        self.devices[DeviceId(name)] = device
-        self.post(DeviceAdded(DeviceId(name), device.memory_bytes, member.pace))
 
     def _start(self, task: Task, down_bytes: int) -> None:
         device = self.devices.get(task.device)

@@ -299,8 +299,12 @@ def _trimmed(table: Table, kind: int, most: Floats) -> Floats:
 
 
 def share_by_pace(table: Table, kind: int, devices: Ints, pace: Floats) -> Group:
-    """Divide a column's rows among devices in proportion to their pace, in whole sequences where required."""
-    return Group(devices, _trimmed(table, kind, pace))
+    """Divide a column's rows among devices in proportion to their pace, in whole sequences where required.
+
+    Those that are left without any are no part of the group.
+    """
+    rows = _trimmed(table, kind, pace)
+    return Group(devices[rows > 0], rows[rows > 0])
 
 
 def weigh(table: Table, stages: tuple[StageCover, ...], server: Server) -> Cover:

@@ -93,8 +93,8 @@ class StandingColumns:
         A column with nobody left goes to the device that is fastest at it of those present without a column; None if
         there is none.
         """
-        idle = is_present & ~gone
-        idle[self.devices] = False
+        idle = is_present.copy()
+        idle[self.devices[~gone[self.devices]]] = False
         rounds: list[tuple[StageCover, ...]] = []
         for table, stages in self._parts():
             found: list[StageCover] = []
@@ -131,10 +131,11 @@ class StandingColumns:
 
     def seated(self, newcomer: int, lost: Collection[int]) -> StandingColumns | None:
         """Give a device a seat in a column that lost one, numbered through all rounds; None if it fits none of them."""
-        numbers = count()
+        if newcomer in self.devices:
+            return None
         best: tuple[float, int] | None = None
-        for number, (table, kind, group) in zip(numbers, self._groups(), strict=False):
-            if number in lost and table.fits[kind, newcomer] and newcomer not in group.devices:
+        for number, (table, kind, group) in enumerate(self._groups()):
+            if number in lost and table.fits[kind, newcomer]:
                 busy_s = float((table.row_s[kind, group.devices] * group.rows).max())
                 if best is None or busy_s > best[0]:
                     best = busy_s, number
