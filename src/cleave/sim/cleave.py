@@ -132,7 +132,8 @@ def _by_law(setting: Setting, run: Run) -> Outcome:
     else:
         later_s = columns.measured().step_s if truth is not setting.profiles else first_s
         done = Course(method="columns", batch_s=(first_s, *(min(first_s, later_s),) * (run.batches - 1)))
-    reachable = takeover_s[np.isfinite(takeover_s)]
+    held_s = takeover_s[~np.isnan(takeover_s)]
+    usual_recovery_s = float(np.where(np.isfinite(held_s), held_s, first_s / 2).mean())  # alone: half a batch is lost
     return Outcome(
         system=SYSTEM,
         fits=True,
@@ -142,11 +143,7 @@ def _by_law(setting: Setting, run: Run) -> Outcome:
         up_bytes=float(loads.up_bytes.max()),
         memory_bytes=float(loads.memory_bytes.max()),
         devices_used=len(plan.devices),
-        recovery_s=float(np.mean(done.recovery_s))
-        if done.recovery_s
-        else float(reachable.mean())
-        if len(reachable)
-        else None,
+        recovery_s=float(np.mean(done.recovery_s)) if done.recovery_s else usual_recovery_s,
         detail={
             "planned_s": plan.step_s,
             "server_down_bytes": plan.down_bytes,

@@ -6,8 +6,7 @@ What is approximated, against the engine event by event:
 - the server's links carry all bytes at full capacity; media that only some devices share are not counted;
 - when a device leaves, its column mates redo its whole step after their own work: the batch takes that much longer,
   whenever it left, which is the most it can cost; columns that lose devices in the same batch recover side by side;
-- a column without a device is taken over by the idle one that is fastest at it, weights included; failing that, the
-  fleet is planned again and the batch begins anew;
+- when a device leaves that was alone in its column, the batch begins again, and the fleet is planned anew after it;
 - newcomers take a seat in a column that lost one, otherwise they are idle until the next plan;
 - the fleet is planned again once a batch takes 1 / 0.7 of the planned time, as on a live server, in no time;
 - a stall slows a device's processor down by the share of time it is stalled.
@@ -101,9 +100,9 @@ class ColumnsCourse:
             gone[change.device] = True
             state.lost += columns
             if takeover_s is None:
-                takeover_s = state.columns.takeover_s(self._present())
+                takeover_s = state.columns.takeover_s()
             redo_s = float(takeover_s[change.device])
-            if not np.isfinite(redo_s):  # nobody can take over: plan anew, and begin again
+            if not np.isfinite(redo_s):  # it was alone in its column: another plan, and the batch begins again
                 redo_s = max(change.at - began, 0.0)
             self._recovery_s.append(redo_s)
             for column in columns:
@@ -116,7 +115,7 @@ class ColumnsCourse:
     def _settle(self, gone: Bools, newcomers: list[int]) -> None:
         """Reseat devices after a batch; plan again if a column has nobody left and nobody to take it."""
         state, present = self._state, self._present()
-        columns = state.columns.replaced(gone, present)
+        columns = state.columns.without(gone)
         if columns is None:
             self._replan()
             return

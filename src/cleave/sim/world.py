@@ -8,7 +8,7 @@ and rate. Drift is another that a device draws anew every hour. A stall stops a 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -57,9 +57,9 @@ class World:
         *,
         seed: int = 0,
         noise: Noise | None = None,
-        stays: Mapping[str, Iterable[Stay]] | None = None,
+        stays: Callable[[], Mapping[str, Iterable[Stay]]] | None = None,
     ) -> None:
-        """Without `stays`, every device is always there."""
+        """`stays` draws the stays of each device, the same whenever it is called; without it, all are always there."""
         self.believed = believed
         self.noise = noise or Noise()
         self._seed, self._stays = seed, stays
@@ -98,8 +98,9 @@ class World:
 
     def lives(self) -> dict[str, Iterator[Stay]]:
         """Stays of each device, from the start."""
-        always = ((0.0, np.inf),)
-        return {name: iter(always if self._stays is None else self._stays[name]) for name in self.believed.names}
+        if self._stays is None:
+            return {name: iter(((0.0, np.inf),)) for name in self.believed.names}
+        return {name: iter(stays) for name, stays in self._stays().items()}
 
     def _scaled(self, name: str, drift: dict[str, Floats]) -> Floats:
         believed: Floats = getattr(self.believed, name)

@@ -1,8 +1,8 @@
 """A plan's columns on devices other than it was made for: slower or faster than believed, fewer, or back again.
 
 The columns stay; only their rows move. The law is that of the plan (`cover.weigh`), with other rates. A device that
-leaves takes the gradients of its rows along, so its column mates do them all; where it had none, another device
-downloads the weights first.
+leaves takes the gradients of its rows along, so its column mates do them all; where it had none, the step needs
+another plan.
 """
 
 from __future__ import annotations
@@ -65,36 +65,21 @@ class StandingColumns:
             compute[devices] += table.compute_s[kind, devices] * rows
         return Loads(down, up, memory, compute)
 
-    def takeover_s(self, is_present: Bools | None = None) -> Floats:
-        """Seconds per device in which others redo a whole step of it: its column mates, or one that has no column.
+    def takeover_s(self) -> Floats:
+        """Seconds per device in which its column mates redo a whole step of it.
 
-        NaN where a device holds nothing, infinite where nobody can take its columns. `is_present` says which devices
-        could.
+        NaN where a device holds nothing, infinite where it has no mates.
         """
-        size = len(self.tables[0].profiles)
-        taken = np.full(size, np.nan)
-        idle = np.ones(size, dtype=np.bool_) if is_present is None else is_present.copy()
-        idle[self.devices] = False
+        taken = np.full(len(self.tables[0].profiles), np.nan)
         for table, kind, (devices, rows) in self._groups():
-            latency_s = table.profiles.latency_s
-            if len(devices) > 1:
-                rate = 1 / table.row_s[kind, devices]
-                seconds = rows / (rate.sum() - rate) + float(latency_s[devices].max())
-            else:
-                able = np.flatnonzero(idle & table.fits[kind])
-                weights_s = table.of.sync_down_bytes[kind] / table.profiles.down_bytes_per_s[able]
-                seconds = (weights_s + rows[0] * table.row_s[kind, able] + latency_s[able]).min(initial=np.inf)
-            taken[devices] = np.fmax(np.nan_to_num(taken[devices]), seconds)
+            rate = 1 / table.row_s[kind, devices]
+            latency_s = float(table.profiles.latency_s[devices].max())
+            seconds = rows / (rate.sum() - rate) + latency_s if len(devices) > 1 else np.full(1, np.inf)
+            taken[devices] = np.fmax(taken[devices], seconds)
         return taken
 
-    def replaced(self, gone: Bools, is_present: Bools) -> StandingColumns | None:
-        """The same columns without some devices, whose rows go to their mates.
-
-        A column with nobody left goes to the device that is fastest at it of those present without a column; None if
-        there is none.
-        """
-        idle = is_present.copy()
-        idle[self.devices[~gone[self.devices]]] = False
+    def without(self, gone: Bools) -> StandingColumns | None:
+        """The same columns without some devices, whose rows go to their mates; None if a column has nobody left."""
         rounds: list[tuple[StageCover, ...]] = []
         for table, stages in self._parts():
             found: list[StageCover] = []
@@ -102,16 +87,12 @@ class StandingColumns:
                 groups: list[Group] = []
                 for devices, rows in stage.groups:
                     stays = ~gone[devices]
-                    members = devices[stays]
                     if stays.all():
                         groups.append(Group(devices, rows))
                         continue
-                    if len(members) == 0:
-                        able = np.flatnonzero(idle & table.fits[stage.kind])
-                        if len(able) == 0:
-                            return None
-                        members = able[[int(table.row_s[stage.kind, able].argmin())]]
-                        idle[members] = False
+                    if not stays.any():
+                        return None
+                    members = devices[stays]
                     groups.append(share_by_pace(table, stage.kind, members, 1 / table.row_s[stage.kind, members]))
                 found.append(replace(stage, groups=tuple(groups)))
             rounds.append(tuple(found))
