@@ -104,7 +104,9 @@ def simulated_s(layout: Layout, model: SmallDecoder) -> list[float]:
     took: list[float] = []
     for _ in range(BATCHES):
         began = fleet.driver.now
-        batch = batch_of(model.decoder, fleet.operands, sequences=SEQUENCES, sequence=SEQUENCE, wire="fp32")
+        batch = batch_of(
+            model.decoder, fleet.operands, sequences=SEQUENCES, sequence=SEQUENCE, wire="fp32", wants_dx=True
+        )
         done = fleet.resident(model.decoder, batch, plan)
         fleet.driver.run_until(done.returned.done)
         took.append(fleet.driver.now - began)

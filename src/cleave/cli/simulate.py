@@ -22,8 +22,8 @@ def add_to(add_verb: AddVerb) -> None:
     verb = add_verb(
         "simulate",
         help="predict batches on a fleet under noise and churn, beside other systems",
-        description="Simulate training batches of a named model on a fleet: the real engine in virtual time where it is "
-        "small enough, otherwise the planner's law on true rates, under noise and churn.",
+        description="Simulate training batches of a named model on a fleet: the real engine in virtual time where it "
+        "is small enough, otherwise the planner's law on true rates, under noise and churn.",
         examples=(
             "cleave simulate --model llama-2-13b --tokens 131072 --fleet fleet.csv",
             "cleave simulate --model opt-1.3b --tokens 65536 --fleet fleet.csv --batches 100 --churn 0.1 --noise 0.2",
@@ -75,8 +75,8 @@ def add_to(add_verb: AddVerb) -> None:
         type=_share,
         default=0.0,
         metavar="X",
-        help="how far true rates are from those of the fleet file, as the standard deviation of their logarithm: 0.2 is "
-        "about 20%% (default: 0)",
+        help="how far true rates are from those of the fleet file, as the standard deviation of their logarithm: 0.2 "
+        "is about 20%% (default: 0)",
     )
     world.add_argument(
         "--drift", type=_share, default=0.0, metavar="X", help="the same for changes from hour to hour (default: 0)"

@@ -93,8 +93,12 @@ class VirtualDriver:
         planner: Callable[[Run], object] | None = None,
         server: Server | None = None,
         media: Mapping[str, float] | None = None,
+        disconnected: Callable[[str, str], None] | None = None,
     ) -> None:
-        """`media` are the bytes per second of media that devices share, both ways together."""
+        """`media` are the bytes per second of media that devices share, both ways together.
+
+        `disconnected` is told of devices that the engine disconnects, and why; without it, that is an error.
+        """
         server = server or Server()
         self.engine = Engine()
         self.now = 0.0
@@ -105,7 +109,7 @@ class VirtualDriver:
         self.waits: list[str] = []
         self.failing: Counter[DeviceId] = Counter()
         """How many of its next tasks each device will fail."""
-        self._planner = planner
+        self._planner, self._disconnected = planner, disconnected
         capacity = {"server down": server.down_bytes_per_s, "server up": server.up_bytes_per_s}
         capacity |= {f"medium {name}": bytes_per_s for name, bytes_per_s in (media or {}).items()}
         self._links: SharedLinks[tuple[DeviceId, LineName]] = SharedLinks(capacity)
@@ -211,7 +215,10 @@ class VirtualDriver:
                 assert self._planner is not None
                 self.post(Planned(run, self._planner(run)))
             case Disconnect(device, reason):
-                raise AssertionError(f"an honest device, {device}, was disconnected: {reason}")
+                if self._disconnected is None:
+                    raise AssertionError(f"an honest device, {device}, was disconnected: {reason}")
+                self.leave(device)
+                self._disconnected(device, reason)
             case Resolve(future, value):
                 if not future.done():
                     future.set_result(value)

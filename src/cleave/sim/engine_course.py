@@ -21,6 +21,7 @@ from cleave.sim.world import World
 _LIMIT_S = 30 * 86_400.0
 """A batch that takes longer does not fit."""
 _HOUR_S = 3600.0
+_REJOIN_S = 1.0
 
 
 class EngineCourse:
@@ -37,6 +38,7 @@ class EngineCourse:
             ),
             server=setting.server,
             media={name: bytes_per_s for name, bytes_per_s in capacities.items() if name},
+            disconnected=self._rejoin,
         )
         self._attendance = Attendance(profiles.names, world.lives())
         truth = world.truth(0.0)
@@ -81,7 +83,12 @@ class EngineCourse:
         began = driver.now
         self._waited_s += began - asked
         batch = batch_of(
-            self._model, self._fleet.operands, sequences=setting.sequences, sequence=setting.sequence, wire=setting.wire
+            self._model,
+            self._fleet.operands,
+            sequences=setting.sequences,
+            sequence=setting.sequence,
+            wire=setting.wire,
+            wants_dx=not setting.model.adapter_rank,  # adapters leave the token table as it is
         )
         if leaving is not None:
             driver.leave(leaving, began + after_s)
@@ -105,6 +112,16 @@ class EngineCourse:
     def _join(self, number: int) -> None:
         device, profiles = self.devices[number], self._setting.profiles
         self._fleet.driver.join(profiles.names[number], device, believed=_pace(profiles, number))
+
+    def _rejoin(self, name: str, reason: str) -> None:
+        """Let a device that was disconnected join again after a pause, if it is still there."""
+        driver, number = self._fleet.driver, self._setting.profiles.names.index(name)
+
+        def happen() -> None:
+            if self._attendance.present[number] and name not in driver.devices:
+                self._join(number)
+
+        driver.call_at(driver.now + _REJOIN_S, happen)
 
     def _attend(self) -> None:
         """Let devices join and leave, and await the next change."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import cast
 
 import numpy as np
@@ -44,10 +44,11 @@ class Fleet:
         setting: Setting = SETTING,
         server: Server | None = None,
         media: Mapping[str, float] | None = None,
+        disconnected: Callable[[str, str], None] | None = None,
     ) -> None:
         """The planner's beliefs are in `setting`; `server` and `media` are what links truly share."""
         self._setting = setting
-        self.driver = VirtualDriver(self._plan, server, media)
+        self.driver = VirtualDriver(self._plan, server, media, disconnected)
         self.operands = Operands(NumpyCodec(), lambda ids: None)
         self.ids: Iterator[int] = itertools.count(1)
         for number, device in enumerate(devices):
@@ -117,9 +118,15 @@ class Fleet:
 
 
 def batch_of(
-    model: Decoder, operands: Operands, *, sequences: int = 32, sequence: int = 32, wire: WireFormat = "bf16"
+    model: Decoder,
+    operands: Operands,
+    *,
+    sequences: int = 32,
+    sequence: int = 32,
+    wire: WireFormat = "bf16",
+    wants_dx: bool = False,
 ) -> Batch[Tensor]:
-    """A batch without numbers: zeros that take no memory."""
+    """A batch without numbers: zeros that take no memory. `wants_dx`: the gradient of its input goes to the server."""
     tokens = sequences * sequence
 
     def zeros(rows: int, cols: int) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
@@ -132,5 +139,5 @@ def batch_of(
         operands=tuple(operands.tensor(one.rows, one.cols, wire) for one in model.parameters),
         targets=zeros(tokens, 1),
         scales=zeros(tokens, 1),
-        wants_dx=False,
+        wants_dx=wants_dx,
     )
