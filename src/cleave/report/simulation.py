@@ -98,8 +98,8 @@ def show(sheet: Sheet) -> None:
 
 
 def _fields(row: Row) -> dict[str, object]:
-    named = {name: getattr(row, name) for name in Row.__slots__ if name not in ("system", "detail")}
-    return {name: value for name, value in named.items() if value is not None} | dict(row.detail)
+    named: dict[str, object] = {name: getattr(row, name) for name in Row.__slots__ if name not in ("system", "detail")}
+    return {**{name: value for name, value in named.items() if value is not None}, **row.detail}
 
 
 def _finite(value: float) -> float | None:
