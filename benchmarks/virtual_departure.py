@@ -15,11 +15,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for tests.support
 
-from tests.support.engine_driver import Device
 from tests.support.plans import Layout, plan_of, stage_of
-from tests.support.virtual_fleet import Fleet, batch_of, decoder
+from tests.support.virtual_fleet import decoder
 
 from cleave.core.cost.rates import Pace
+from cleave.sim.devices import Device
+from cleave.sim.fleet import Fleet, batch_of
 
 _MBIT_BYTES = 1e6 / 8
 _MOMENTS = 8

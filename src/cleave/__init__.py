@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cleave.api.fleet import Fleet as Fleet
     from cleave.api.planning import plan as plan
+    from cleave.api.simulating import simulate as simulate
     from cleave.api.training import distribute as distribute
     from cleave.api.training import overlap as overlap
     from cleave.api.training import undistribute as undistribute
@@ -18,10 +19,11 @@ if TYPE_CHECKING:
     from cleave.core.model.gemms import Gemm as Gemm
 
 __version__ = "0.1.0"
-__all__ = ["Fleet", "Gemm", "Profiles", "Server", "distribute", "overlap", "plan", "undistribute"]
+__all__ = ["Fleet", "Gemm", "Profiles", "Server", "distribute", "overlap", "plan", "simulate", "undistribute"]
 
 _MODULES = {
     "plan": "cleave.api.planning",
+    "simulate": "cleave.api.simulating",
     "Fleet": "cleave.api.fleet",
     "distribute": "cleave.api.training",
     "overlap": "cleave.api.training",

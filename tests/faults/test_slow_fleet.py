@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.engine_driver import Device
-from tests.support.virtual_fleet import Fleet, batch_of, decoder
+from tests.support.virtual_fleet import decoder
 
 from cleave.core.cost.rates import Pace
 from cleave.core.plan.choose import Local, PassWork, Setting
 from cleave.server.planning import Planning
 from cleave.server.step_clock import StepClock, StepTime
+from cleave.sim.devices import Device
+from cleave.sim.fleet import Fleet, batch_of
 
 DEVICES, STEPS = 12, 6
 

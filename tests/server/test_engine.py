@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from tests.support.engine_driver import Device, NoNumbers
 from tests.support.grids import sample_and_rest
-from tests.support.virtual_fleet import Fleet, batch_of, decoder, uneven
+from tests.support.virtual_fleet import decoder, uneven
 
 from cleave.core.cost.rates import Pace
 from cleave.core.model.gemms import Linear
@@ -20,6 +19,9 @@ from cleave.events import Recovered
 from cleave.server.contract import Closed
 from cleave.server.gemm.product import Product
 from cleave.server.gemm.run import GemmRun
+from cleave.sim.devices import Device
+from cleave.sim.fleet import Fleet, batch_of
+from cleave.sim.numberless import NoNumbers
 
 DEVICES = 1000
 
@@ -37,7 +39,7 @@ def test_a_gemm_step_on_a_thousand_devices_completes_despite_departures(departur
     fleet.driver.run_until(lambda: all(run.done.done() for run in runs))
     assert not [run for run in runs if run.done.exception()]
     assert len(fleet.driver.workers) > DEVICES // 4, "the work is spread"
-    fleet.assert_nothing_is_left()
+    fleet.check_idle()
 
 
 @pytest.mark.parametrize("departures", sample_and_rest([40], [0]))
@@ -55,7 +57,7 @@ def test_a_resident_pass_on_a_thousand_devices_completes_despite_departures(depa
     assert len(fleet.driver.workers) > DEVICES // 4, "the work is spread"
     recovered = {event.device for event in fleet.driver.told if isinstance(event, Recovered)}
     assert bool(recovered) == bool(departures)
-    fleet.assert_nothing_is_left()
+    fleet.check_idle()
 
 
 def test_a_device_that_fails_a_unit_each_way_is_excluded_and_the_pass_completes() -> None:
@@ -72,7 +74,7 @@ def test_a_device_that_fails_a_unit_each_way_is_excluded_and_the_pass_completes(
     run.backward(np.broadcast_to(np.float32(0), run.batch.x.shape))
     fleet.driver.run_until(run.returned.done)
     assert run.returned.exception() is None
-    fleet.assert_nothing_is_left()
+    fleet.check_idle()
 
 
 def test_a_loss_that_waits_for_a_device_is_reported_once_when_it_is_recovered() -> None:
@@ -87,7 +89,7 @@ def test_a_loss_that_waits_for_a_device_is_reported_once_when_it_is_recovered() 
     fleet.driver.join("d1", Device(Pace(2e10, 4e6, 2e6, 0.01), memory_bytes=256 << 20))
     fleet.driver.run_until(run.done.done)
     assert [event.device for event in fleet.driver.told if isinstance(event, Recovered)] == ["d0"]
-    fleet.assert_nothing_is_left()
+    fleet.check_idle()
 
 
 def test_a_plan_for_a_run_that_failed_meanwhile_starts_nothing() -> None:
@@ -98,7 +100,7 @@ def test_a_plan_for_a_run_that_failed_meanwhile_starts_nothing() -> None:
     fleet.driver.run_until(lambda: fleet.driver.is_quiet)
     assert isinstance(run.returned.exception(), CleaveError)
     assert not fleet.driver.workers
-    fleet.assert_nothing_is_left()
+    fleet.check_idle()
 
 
 def test_a_run_whose_own_code_fails_ends_with_an_error_and_disturbs_no_other() -> None:
@@ -124,4 +126,4 @@ def test_a_run_whose_own_code_fails_ends_with_an_error_and_disturbs_no_other() -
     fleet.driver.run_until(lambda: good.done.done() and bad.done.done())
     assert good.done.exception() is None
     assert isinstance(bad.done.exception(), CleaveError)
-    fleet.assert_nothing_is_left()
+    fleet.check_idle()

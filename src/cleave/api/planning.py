@@ -83,7 +83,7 @@ def plan(
                 f"expected --lora to be a rank from 1 to {shape.hidden}, the hidden size, got {lora}; change it"
             )
         shape = replace(shape, adapter_rank=lora)
-    length = _sequence(shape, tokens, sequence)
+    length = checked_sequence(shape, tokens, sequence)
     if grain == "gemm" or (grain == "auto" and (split != "auto" or not grouped)):
         return plan_step(
             profiles, shape, tokens, sequence=length, wire=format, server=server, split=split, grouped=grouped
@@ -150,7 +150,8 @@ def _read(path: str | Path, error: type[InputError], expected: str) -> str:
         raise error(f"{path} is not text; give the path of {expected}") from None
 
 
-def _sequence(shape: ModelShape, tokens: int, sequence: int | None) -> int:
+def checked_sequence(shape: ModelShape, tokens: int, sequence: int | None) -> int:
+    """Tokens per sequence as asked, or the largest divisor of all tokens up to 1,024."""
     if sequence is None:
         longest = min(_USUAL_SEQUENCE, shape.max_positions, tokens)
         return next(length for length in range(longest, 0, -1) if tokens % length == 0)

@@ -8,7 +8,6 @@ import contextlib
 import gc
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from cleave.cli.arguments import AddVerb, count, positive, seed
@@ -29,7 +28,6 @@ class Churn(NamedTuple):
     seed: int
 
 
-_MOST_BYTES = 1 << 26
 _FILES = 256
 """Descriptors besides one per device."""
 
@@ -215,25 +213,11 @@ async def _emulate(
 
 def _stays(churn: Churn, names: list[str]) -> Mapping[str, Stays] | None:
     """When each device is there, as asked; None if all of them stay."""
-    from cleave.disk import read_whole
-    from cleave.emulate.churn import constant, daily, of_each, traced
+    from cleave.api.churning import churn_of
 
     if churn.kind is None:
         return None
-    if churn.kind == "daily":
-        return of_each(names, churn.seed, lambda rng: daily(rng, churn.day_s))
-    with contextlib.suppress(ValueError):
-        rate = float(churn.kind)
-        if not 0 <= rate < 1e9:
-            raise InputError(f"expected --churn to be a number of departures per hour from 0 up, got {churn.kind}")
-        return of_each(names, churn.seed, lambda rng: constant(rng, rate, churn.away_s))
-    try:
-        return traced(read_whole(Path(churn.kind), _MOST_BYTES).decode("utf-8"), churn.kind, names)
-    except (OSError, UnicodeDecodeError) as fault:
-        why = (fault.strerror if isinstance(fault, OSError) else None) or "it is not text"
-        raise InputError(
-            f"expected --churn to be a rate, daily, or the path of a trace, but {churn.kind} cannot be read: {why}"
-        ) from None
+    return churn_of(churn.kind, names, seed=churn.seed, away_s=churn.away_s, day_s=churn.day_s)()
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 
 from cleave import __version__
-from cleave.cli import bench, completion, emulate, fleet, join, plan, probe, runs, token, train
+from cleave.cli import bench, completion, emulate, fleet, join, plan, probe, runs, simulate, token, train
 from cleave.cli.arguments import BAD_INPUT, Parser
 from cleave.errors import CleaveError
 from cleave.printable import printable
@@ -87,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     token.add_to(verbs.add_parser)
     runs.add_to(verbs.add_parser)
     plan.add_to(verbs.add_parser)
+    simulate.add_to(verbs.add_parser)
     fleet.add_to(verbs.add_parser)
     emulate.add_to(verbs.add_parser)
     probe.add_to(verbs.add_parser)

@@ -2,7 +2,7 @@
 
 Each is an ordinary worker over an ordinary WebSocket. What is emulated wraps both: bytes take the time of the device's
 link (`transport/paced.py`, with one medium for all that share it), computing that of its profile (`pacing.py`). When
-devices come and go is decided elsewhere (`churn.py`).
+devices come and go is decided elsewhere (`sim/churn.py`).
 """
 
 from __future__ import annotations

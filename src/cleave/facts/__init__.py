@@ -15,6 +15,7 @@ from typing import Literal
 
 TableName = Literal[
     "access",
+    "availability_distributions",
     "carbon_defaults",
     "carbon_facts",
     "carbon_intensity",

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from tests.support.engine_driver import Device
-from tests.support.virtual_fleet import Fleet, batch_of, decoder
+from tests.support.virtual_fleet import decoder
 
 from cleave.core.cost.rates import Pace
 from cleave.core.plan.resident.timeline import Post, Seating, Shared, Station, play
+from cleave.sim.devices import Device
+from cleave.sim.fleet import Fleet, batch_of
 
 MBIT = 1e6 / 8
 TASK_S = 0.002  # of a task, as the roster assumes of devices that it has not measured

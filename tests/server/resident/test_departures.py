@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tests.support.engine_driver import Device
 from tests.support.plans import Layout, plan_of, stage_of
-from tests.support.virtual_fleet import Fleet, batch_of, decoder
+from tests.support.virtual_fleet import decoder
 
 from cleave.core.cost.rates import Pace
+from cleave.sim.devices import Device
+from cleave.sim.fleet import Fleet, batch_of
 
 MATES: Layout = [(5, [["d0", "d1"]])]
 PIPELINE: Layout = [(2, [["d0"]]), (3, [["d1"]])]
@@ -36,7 +37,7 @@ class Steps:
             driver.leave("d0", began + leaving_after_s)
         driver.run_until(run.returned.done)
         assert run.returned.exception() is None
-        self._fleet.assert_nothing_is_left()
+        self._fleet.check_idle()
         return driver.now - began
 
     @property

@@ -165,7 +165,7 @@ def choose_step(
     ways: dict[str, Rival] = {rival.name: rival for rival in all_rivals(case)}
     plans: dict[str, ModelPlan | StepPlan] = {}
     try:
-        columns = _resident(case, leasing)
+        columns = plan_fastest_columns(case, leasing)
         plans[COLUMNS] = columns
         seconds = max(columns.step_s, _medium_s(profiles, columns.devices, columns.down_bytes + columns.up_bytes))
         how = _columns(columns) + (", limited by a shared medium" if seconds > columns.step_s else "")
@@ -199,8 +199,8 @@ def choose_step(
     )
 
 
-def _resident(case: Case, leasing: Leasing | None) -> ModelPlan:
-    """The faster plan of the searches for many and for few devices.
+def plan_fastest_columns(case: Case, leasing: Leasing | None) -> ModelPlan:
+    """The faster plan of the searches for many and for few devices; InfeasibleError if memory holds no columns.
 
     Of a larger fleet, the latter takes the strongest devices, and only where leases could make them faster than all:
     a leased column has one holder, who takes every row.

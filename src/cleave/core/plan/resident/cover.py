@@ -8,7 +8,7 @@ the chunk and the devices; the actual time of a cover is computed from its rows,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -112,10 +112,21 @@ class Table:
         return next(kind for size, kind in options if size == (count if slices == 1 else slices))
 
 
-def make_table(profiles: Profiles, sums: SublayerSums, rows: int, chunk: int, *, is_held: bool) -> Table:
-    """With `is_held`, weights stay on devices from forward to backward; otherwise they and every x are sent twice."""
+def make_table(
+    profiles: Profiles,
+    sums: SublayerSums,
+    rows: int,
+    chunk: int,
+    *,
+    is_held: bool,
+    only: Collection[tuple[int, int, int]] | None = None,
+) -> Table:
+    """With `is_held`, weights stay on devices from forward to backward; otherwise they and every x are sent twice.
+
+    `only` limits the table to columns of these first sublayers, counts and slices, where those are known.
+    """
     length = len(sums)
-    counts = sorted({count for count in (*_COUNTS, length) if count <= length})
+    counts = sorted({count for count in (*_COUNTS, length) if count <= length} | {count for _, count, _ in only or ()})
     kinds: dict[tuple[float, ...], int] = {}
     runs: list[tuple[int, int, int]] = []
 
@@ -127,10 +138,19 @@ def make_table(profiles: Profiles, sums: SublayerSums, rows: int, chunk: int, *,
         return kinds[traits]
 
     whole = tuple(
-        tuple((count, kind(first, count, 1)) for count in counts if first + count <= length) for first in range(length)
+        tuple(
+            (count, kind(first, count, 1))
+            for count in counts
+            if first + count <= length and (only is None or (first, count, 1) in only)
+        )
+        for first in range(length)
     )
     sliced = tuple(
-        tuple((slices, kind(first, 1, slices)) for slices in SLICES if sums.sublayers[first].allows(slices))
+        tuple(
+            (slices, kind(first, 1, slices))
+            for slices in (SLICES if only is None else sorted({slices for _, _, slices in only if slices > 1}))
+            if sums.sublayers[first].allows(slices) and (only is None or (first, 1, slices) in only)
+        )
         for first in range(length)
     )
     first, count, slices = np.array(runs, dtype=np.int64).T
@@ -276,6 +296,15 @@ def _trimmed(table: Table, kind: int, most: Floats) -> Floats:
     left = round(table.rows / sequence - pieces.sum())
     pieces[np.argsort(pieces - rows / sequence, kind="stable")[:left]] += 1
     return pieces * sequence
+
+
+def share_by_pace(table: Table, kind: int, devices: Ints, pace: Floats) -> Group:
+    """Divide a column's rows among devices in proportion to their pace, in whole sequences where required.
+
+    Those that are left without any are no part of the group.
+    """
+    rows = _trimmed(table, kind, pace)
+    return Group(devices[rows > 0], rows[rows > 0])
 
 
 def weigh(table: Table, stages: tuple[StageCover, ...], server: Server) -> Cover:

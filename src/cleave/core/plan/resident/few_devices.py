@@ -38,20 +38,8 @@ def plan_few(
 ) -> ModelPlan:
     """A plan for the strongest `FEW` devices; InfeasibleError if their memory does not hold the model at once."""
     everyone, profiles = profiles, profiles.take(_strongest(profiles))
-    sublayers, terms = sublayers_of(shape), lean_terms(wire)
     lease_states = None if leasing is None else leasing.states
-    problem = pose(
-        profiles,
-        sublayers,
-        hidden=shape.hidden,
-        sequences=tokens // sequence,
-        sequence=sequence,
-        terms=terms,
-        wants_dx=not shape.adapter_rank,  # adapters leave the token table as it is
-        server=server,
-        medium_bytes_per_s=profiles.common_medium_bytes_per_s,
-        leasing=leasing,
-    )
+    problem = pose_model(profiles, shape, tokens, sequence=sequence, wire=wire, server=server, leasing=leasing)
     plan = plan_columns(problem, chunks=_CHUNKS)
     return ModelPlan(
         lease_states=lease_states,
@@ -70,6 +58,31 @@ def plan_few(
         left_out={
             name: "speed: the step would take longer with it" for name in everyone.names if name not in plan.devices
         },
+    )
+
+
+def pose_model(
+    profiles: Profiles,
+    shape: ModelShape,
+    tokens: int,
+    *,
+    sequence: int,
+    wire: WireFormat,
+    server: Server,
+    leasing: Leasing | None = None,
+) -> Problem:
+    """The problem of a step of a named model."""
+    return pose(
+        profiles,
+        sublayers_of(shape),
+        hidden=shape.hidden,
+        sequences=tokens // sequence,
+        sequence=sequence,
+        terms=lean_terms(wire),
+        wants_dx=not shape.adapter_rank,  # adapters leave the token table as it is
+        server=server,
+        medium_bytes_per_s=profiles.common_medium_bytes_per_s,
+        leasing=leasing,
     )
 
 

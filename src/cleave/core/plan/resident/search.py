@@ -91,6 +91,25 @@ def _least_flops_per_param(of: SublayerSums) -> float:
     return float((costs.flops_per_row / costs.params).min())
 
 
+def covers_of(table: Table, stages: tuple[Stage, ...]) -> tuple[StageCover, ...] | None:
+    """The stages of a plan in terms of a table; None if one of their devices is not in it, or can no longer hold its.
+
+    The table begins with the first stage's first sublayer.
+    """
+    drafted, first = drafts(stages, table.profiles.names), stages[0].first
+    covers: list[StageCover] = []
+    for stage, draft in zip(stages, drafted or (), strict=True) if drafted is not None else ():
+        kind = table.kind(draft.first - first, draft.count, len(draft.members))
+        groups = tuple(
+            Group(np.array(members), np.array([one.sequences for one in column.holdings]) * table.sums.sequence)
+            for members, column in zip(draft.members, stage.columns, strict=True)
+        )
+        if not all(table.fits[kind, group.devices].all() for group in groups):
+            return None
+        covers.append(StageCover(first=draft.first - first, count=draft.count, kind=kind, groups=groups))
+    return tuple(covers) or None
+
+
 class Search:
     """The best cover so far, and the tables used to find it."""
 
@@ -114,19 +133,7 @@ class Search:
 
     def _standing(self, chunk: int, stages: tuple[Stage, ...]) -> tuple[StageCover, ...] | None:
         """The same columns on the current fleet, if all of their devices are connected and can still hold them."""
-        table, first = self._table(chunk), stages[0].first
-        drafted = drafts(stages, self._profiles.names)
-        covers: list[StageCover] = []
-        for stage, draft in zip(stages, drafted or (), strict=True) if drafted is not None else ():
-            kind = table.kind(draft.first - first, draft.count, len(draft.members))
-            groups = tuple(
-                Group(np.array(members), np.array([one.sequences for one in column.holdings]) * self._part.sequence)
-                for members, column in zip(draft.members, stage.columns, strict=True)
-            )
-            if not all(table.fits[kind, group.devices].all() for group in groups):
-                return None
-            covers.append(StageCover(first=draft.first - first, count=draft.count, kind=kind, groups=groups))
-        return tuple(covers) or None
+        return covers_of(self._table(chunk), stages)
 
     def best(self) -> Found | None:
         """Scan columns of every length coarsely, then vary one parameter at a time around the best."""

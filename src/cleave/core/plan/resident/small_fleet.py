@@ -35,7 +35,7 @@ _MOVED_UNITS = 100_000  # in their timelines together
 _HOPELESS = 1.3  # the formula is seldom that much above the timeline
 _REFINED = 2  # of the arrangements that were played
 _MANY = 24  # beyond this many devices the dynamic program would take seconds
-_KEPT_SEQUENCES = (4, 2, 0)  # where memory is short: activations of few sequences at once, or of none
+KEPT_SEQUENCES = (4, 2, 0)  # where memory is short: activations of few sequences at once, or of none
 _USUAL_CHUNKS = 64, 256  # what suits a device depends on them
 _LIKELY_CHUNKS = 3
 
@@ -110,7 +110,7 @@ def _best(problem: Problem, chunks: Sequence[int], *, is_thorough: bool) -> Resi
         within_s = inf if best is None else best.step_s
         found = _searched(way, chunks, within_s, is_thorough=is_thorough)
         if found and is_cramped(way, _free(way, found[0]), found[0].chunk):
-            for kept in _KEPT_SEQUENCES:
+            for kept in KEPT_SEQUENCES:
                 within_s = min((plan.step_s for plan in found), default=within_s)
                 less = replace(way, kept_sequences=kept)
                 found += _searched(less, chunks, within_s, is_thorough=is_thorough)

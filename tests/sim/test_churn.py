@@ -9,8 +9,8 @@ from itertools import islice, pairwise
 
 import pytest
 
-from cleave.emulate.churn import Stay, constant, daily, of_each, traced
 from cleave.errors import FleetError
+from cleave.sim.churn import Stay, constant, daily, of_each, traced
 
 DAY_S = 240.0
 KINDS: dict[str, Callable[[random.Random], Iterator[Stay]]] = {
