@@ -21,6 +21,7 @@ from cleave.report.plain import plain_console
 from cleave.report.run_figures import RunFigures
 from cleave.report.train_screen import TrainView
 
+LINK = "http://192.168.1.20:7077/join#SECRET"
 COMMAND = "cleave join '192.168.100.200:65535#0123456789abcdefghij-_.0123456789abcdefghij-_'"
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -103,6 +104,16 @@ def test_the_join_command_is_one_line_at_any_width(width: int, terminal: bool) -
     assert COMMAND in lines
 
 
+@pytest.mark.parametrize(("terminal", "is_local"), [(True, False), (True, True), (False, False)])
+def test_a_link_for_browsers_is_drawn_for_cameras_where_a_phone_could_use_it(terminal: bool, is_local: bool) -> None:
+    console, output = shown(80, terminal=terminal)
+    view = TrainView(console, list)
+    view.show_join_page(LINK, is_local=is_local)
+    lines = ESCAPES.sub("", output.getvalue()).split("\n")
+    assert LINK in lines
+    assert any("█▀▀▀▀▀▀▀█" in line for line in lines) == (terminal and not is_local)
+
+
 @pytest.mark.parametrize(("width", "height"), [(80, 24), (140, 40), (60, 12), (80, 10)])
 def test_the_live_part_never_pushes_the_join_command_off_the_screen(width: int, height: int) -> None:
     console, _ = shown(width, height)
@@ -162,7 +173,7 @@ def test_a_volunteer_sees_what_the_server_says_and_never_its_markup(
     monkeypatch.setattr(sys, "stderr", output)
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")
-    with join_report.shown(Contribution(), 1e9, 1 << 30, "numpy", quiet=False) as say:
+    with join_report.shown(Contribution(), 1e9, 1 << 30, "numpy", paused=lambda: "", quiet=False) as say:
         say("joined as [/x] [red]no[/] :skull:")
     assert "joined as [/x] [red]no[/] :skull:" in output.getvalue()
 

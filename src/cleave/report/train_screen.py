@@ -7,6 +7,7 @@ report.
 
 from __future__ import annotations
 
+import io
 import threading
 import time
 from collections import deque
@@ -89,6 +90,18 @@ class TrainView:
         self._console.print(heading, style="dim")
         self._console.print(f"{command}\n", style="bold", markup=False, soft_wrap=True)
 
+    def show_join_page(self, link: str, *, is_local: bool = False) -> None:
+        """Print the link that makes a browser a device, and a QR code of it for phones.
+
+        It comes before the join command, so that a small terminal scrolls it away first.
+        """
+        heading = "in a browser on this machine:" if is_local else "to lend a phone, or anything with a browser, open:"
+        self._console.print(heading, style="dim")
+        self._console.print(link, style="bold", markup=False, soft_wrap=True)
+        if not is_local and self._console.is_terminal:
+            self._console.print(Text(qr_code(link), style="white on black"), soft_wrap=True)
+        self._console.print()
+
     def show_token_command(self, command: str) -> None:
         """Print the command that prints a join command, where a token must not be shown."""
         self._console.print("output goes to a file, so no token is shown; for a cleave join command, run:", style="dim")
@@ -157,6 +170,15 @@ class TrainView:
             ),
         }
         return [*lines, *(fact_line(name, fact) for name, fact in facts.items() if fact)]
+
+
+def qr_code(text: str) -> str:
+    """Draw a QR code in light blocks, for a dark background; a line has two rows of it."""
+    import segno
+
+    drawn = io.StringIO()
+    segno.make(text, error="l", micro=False).terminal(drawn, compact=True, border=1)
+    return drawn.getvalue()
 
 
 def fact_line(name: str, fact: str | Text) -> Text:

@@ -1,0 +1,142 @@
+"""The dashboard: live and finished runs in one view, for administrators only, without errors and without lag."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import pytest
+from tests.web.accessibility import complaints
+
+from cleave import Fleet, events
+from cleave.events import EventLog
+from cleave.report.viewing import viewer
+from cleave.run_files import EVENTS
+from cleave.server.admission.tokens import FILE, Keys
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+DEVICES, STEPS = 1000, 9000
+
+
+def joined(number: int) -> events.DeviceJoined:
+    return events.DeviceJoined(
+        device=f"device-{number}",
+        flops_per_s=1e9 * (1 + number % 7),
+        down_bytes_per_s=1e7,
+        up_bytes_per_s=2e6,
+        latency_s=0.02,
+        memory_bytes=1e9,
+        kernel="numpy",
+    )
+
+
+def step(number: int) -> events.StepDone:
+    return events.StepDone(
+        step=number,
+        loss=3.0 / number,
+        learning_rate=1e-3,
+        gradient_norm=1.0,
+        tokens=2048,
+        seconds=1.5,
+        predicted_s=1.4,
+        waiting_s=1.0,
+        devices=DEVICES,
+        down_bytes=10_000_000,
+        up_bytes=5_000_000,
+    )
+
+
+STARTED = events.RunStarted(
+    model="demo", parameters=1, steps=STEPS, first_step=1, tokens_per_step=2048, wire="bf16", seed=1
+)
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """10,000 events of a run with 1,000 devices."""
+    path = tmp_path / EVENTS
+    write = EventLog(path, lambda: 1.7e9)
+    write(STARTED)
+    for number in range(DEVICES):
+        write(joined(number))
+    for number in range(1, STEPS):
+        write(step(number))
+    write(events.RunFinished(step=STEPS - 1, loss=0.1, reason="done"))
+    write.close()
+    return path
+
+
+@pytest.fixture
+def finished(log: Path) -> Iterator[str]:
+    server = viewer(log)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/"
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_finished_run_of_a_large_fleet_is_shown(
+    finished: str, page: Page, scheme: Literal["light", "dark"], width: int
+) -> None:
+    page.emulate_media(color_scheme=scheme)
+    page.set_viewport_size({"width": width, "height": 800})
+    page.goto(finished)
+    page.wait_for_selector("#state:text-is('Finished')")
+    page.wait_for_selector(f"#figures:has-text('{STEPS - 1} of {STEPS}')")
+    assert page.locator("#fleet tr").count() > 100
+    assert page.locator("#loss polyline").count() == 1
+    assert complaints(page) == []
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_a_large_run_takes_few_elements(finished: str, page: Page) -> None:
+    """So that drawing does not grow with the run: 10,000 events and 1,000 devices."""
+    page.goto(finished)
+    page.wait_for_selector("#state:text-is('Finished')")
+    page.wait_for_selector("#loss polyline")
+    assert page.evaluate("document.querySelectorAll('*').length") < 6000
+    points = page.evaluate("document.querySelector('#loss polyline').getAttribute('points').split(' ').length")
+    assert points < 700
+
+
+def test_a_live_run_is_followed_by_administrators_only(page: Page, tmp_path: Path) -> None:
+    person = Keys(path=tmp_path / FILE)
+    _, admin = person.add("admin")
+    keys = Keys(path=tmp_path / FILE)
+    write = EventLog(tmp_path / EVENTS, lambda: 1.7e9)
+    write(STARTED)
+    with Fleet("127.0.0.1:0", token="", keys=keys, directory=tmp_path) as fleet:
+        address = fleet.url.replace("ws://", "http://", 1)
+        page.goto(f"{address}/#{admin}")
+        page.wait_for_selector("#state:text-is('Live')")
+        write(step(1))
+        page.wait_for_selector(f"#figures:has-text('1 of {STEPS}')")
+        write(step(2))
+        page.wait_for_selector(f"#figures:has-text('2 of {STEPS}')")
+        page.goto("about:blank")
+    write.close()
+
+
+def test_without_a_token_the_dashboard_asks_for_one(browser: object, tmp_path: Path) -> None:
+    from playwright.sync_api import Browser
+
+    assert isinstance(browser, Browser)
+    person = Keys(path=tmp_path / FILE)
+    _, admin = person.add("admin")
+    (tmp_path / EVENTS).write_text(json.dumps({"event": "note", "time_s": 0, "text": "hello"}) + "\n")
+    with Fleet("127.0.0.1:0", token="", keys=Keys(path=tmp_path / FILE), directory=tmp_path) as fleet:
+        page = browser.new_page()  # the console of this one reports the refusal, as it should
+        page.goto(fleet.url.replace("ws://", "http://", 1))
+        page.wait_for_selector("#ask:visible")
+        assert page.locator("#events li").count() == 0
+        page.fill("#token", admin)
+        page.click("#ask button")
+        page.wait_for_selector("#events:has-text('hello')")
+        page.close()

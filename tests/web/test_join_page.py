@@ -1,0 +1,229 @@
+"""The page that lends a browser: it trains like any device, and keeps to its owner's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Literal
+
+import pytest
+import torch
+from tests.support.models import make, tokens
+from tests.web.accessibility import complaints
+from torch import nn
+
+from cleave import Fleet, distribute
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Page
+
+STEPS = 5
+TOKEN = "secret"
+CLOSE = 1e-4
+BATTERY = """
+    const battery = new EventTarget();
+    battery.charging = true;
+    navigator.getBattery = async () => battery;
+    globalThis.unplug = (is) => { battery.charging = !is; battery.dispatchEvent(new Event("chargingchange")); };
+"""
+VISIBILITY = """
+    let seen = "visible";
+    Object.defineProperty(document, "visibilityState", { get: () => seen });
+    globalThis.hide = (is) => {
+        seen = is ? "hidden" : "visible";
+        document.dispatchEvent(new Event("visibilitychange"));
+    };
+"""
+
+
+def losses(model: nn.Module, after: Callable[[int], None] = lambda step: None) -> list[float]:
+    optimizer, seen = torch.optim.AdamW(model.parameters(), lr=3e-3), list[float]()
+    for step in range(STEPS):
+        batch = tokens(step % 2, 8, 64)
+        loss = model(input_ids=batch, labels=batch).loss
+        after(step)  # forward is done, backward is not
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+@pytest.fixture(scope="module")
+def plain() -> list[float]:
+    return losses(make("llama"))
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    with Fleet.serve("127.0.0.1:0", token=TOKEN, wire="fp32", offload="always") as served:
+        yield served
+
+
+def lend(page: Page, fleet: Fleet, query: str = "") -> None:
+    """Open the page and press its button."""
+    page.goto(f"{fleet.url.split('#')[0]}/join{query}#{TOKEN}".replace("ws://", "http://", 1))
+    page.click("#button:enabled")
+    page.wait_for_selector("#state[data-state=joined]")
+
+
+def tasks_of_browsers(fleet: Fleet) -> int:
+    return sum(device.tasks for device in fleet.devices if device.kernel.startswith("w"))
+
+
+def close_to(ours: list[float], plain: list[float]) -> bool:
+    return max(abs(a - b) for a, b in zip(ours, plain, strict=True)) < CLOSE
+
+
+@pytest.mark.parametrize("grain", ["gemm", "resident"])
+def test_a_browser_trains_beside_native_devices_with_the_losses_of_plain_torch(
+    grain: Literal["gemm", "resident"], page: Page, fleet: Fleet, plain: list[float]
+) -> None:
+    fleet.start_devices(2)
+    lend(page, fleet)
+    fleet.wait(3)
+    ours = losses(distribute(make("llama"), fleet, grain=grain))
+    assert plain[-1] < plain[0], "the model must really learn"
+    assert close_to(ours, plain)
+    assert not any(device.wrong for device in fleet.devices)
+
+
+@pytest.mark.parametrize("grain", ["gemm", "resident"])
+def test_a_browser_alone_does_every_task(
+    grain: Literal["gemm", "resident"], page: Page, fleet: Fleet, plain: list[float]
+) -> None:
+    lend(page, fleet)
+    assert close_to(losses(distribute(make("llama"), fleet, grain=grain)), plain)
+    assert tasks_of_browsers(fleet) > 0
+    page.wait_for_selector("#tasks:not(:text-is('0'))")
+
+
+def test_closing_the_tab_in_mid_step_loses_nothing(page: Page, fleet: Fleet, plain: list[float]) -> None:
+    fleet.start_devices(1)
+    fleet.wait(1)
+    lend(page, fleet)
+    fleet.wait(2)
+
+    def close(step: int) -> None:
+        if step == 1:
+            page.close()
+
+    assert close_to(losses(distribute(make("llama"), fleet, grain="resident"), close), plain)
+    assert len(fleet.devices) == 1
+
+
+@pytest.mark.parametrize(
+    ("event", "back", "words"),
+    [("unplug(true)", "unplug(false)", "battery"), ("hide(true)", "hide(false)", "hidden")],
+)
+def test_a_device_leaves_and_returns_as_its_owner_wants(
+    event: str, back: str, words: str, page: Page, fleet: Fleet
+) -> None:
+    page.add_init_script(BATTERY + VISIBILITY)
+    lend(page, fleet)
+    page.evaluate(event)
+    page.wait_for_selector("#state:text-is('Paused')")
+    assert words in page.inner_text("#reason")
+    page.evaluate(back)
+    page.wait_for_selector("#state[data-state=joined]")
+
+
+def test_a_tab_that_is_hidden_for_a_moment_returns(page: Page, fleet: Fleet) -> None:
+    page.add_init_script(VISIBILITY)
+    lend(page, fleet)
+    page.evaluate("hide(true); hide(false)")  # what the former worker says last comes when there is another one
+    page.wait_for_selector("#state[data-state=joined]")
+    assert page.inner_text("#button") == "Stop"
+
+
+def test_without_a_battery_the_owner_is_asked(page: Page, fleet: Fleet) -> None:
+    page.add_init_script("delete Navigator.prototype.getBattery")
+    page.goto(f"{fleet.url.split('#')[0]}/join#{TOKEN}".replace("ws://", "http://", 1))
+    page.wait_for_selector("#plugged-row:visible")
+    assert page.is_disabled("#button")
+    page.check("#says-plugged")
+    page.click("#button:enabled")
+    page.wait_for_selector("#state[data-state=joined]")
+
+
+def test_the_data_limit_ends_a_stay(page: Page, fleet: Fleet) -> None:
+    page.goto(f"{fleet.url.split('#')[0]}/join#{TOKEN}".replace("ws://", "http://", 1))
+    page.evaluate("document.getElementById('data-choice').append(new Option('1 kB', '0.000001', false, true))")
+    page.click("#button:enabled")
+    page.wait_for_selector("#reason:has-text('data limit')")
+    assert page.inner_text("#button") == "Lend this device"
+
+
+def test_a_wrong_token_is_refused_with_a_sentence(page: Page, fleet: Fleet) -> None:
+    page.goto(f"{fleet.url.split('#')[0]}/join#wrong".replace("ws://", "http://", 1))
+    page.click("#button:enabled")
+    page.wait_for_selector("#reason:has-text('token')")
+    assert not fleet.devices
+
+
+def test_products_on_the_graphics_processor_are_right(page: Page, fleet: Fleet) -> None:
+    """On the software adapter: slow, so the blocks are small, but it computes as a real one does."""
+    page.goto(f"{fleet.url.split('#')[0]}/join#{TOKEN}".replace("ws://", "http://", 1))
+    worst = page.evaluate(
+        """async () => {
+            const { Gpu } = await import("/web/device/gpu.mjs");
+            const { Matrix } = await import("/web/device/kernel.mjs");
+            const gpu = await Gpu.open({ any: true });
+            if (!gpu) return null;
+            const memory = new Float32Array(40000).map((_, i) => Math.sin(i));
+            let worst = 0;
+            for (const [m, n, k] of [[1, 1, 1], [5, 70, 33], [65, 64, 17]]) {
+                const a = new Matrix(4, m, k), at = new Matrix(8, k, m);
+                const b = new Matrix(40000, k, n), bt = new Matrix(40000, n, k);
+                for (const [x, y] of [[a, b], [a, bt.T], [at.T, b]]) {
+                    const found = await gpu.product(memory.buffer, x, y);
+                    const get = (z, i, j) => memory[z.at / 4 + i * z.rowStep + j * z.colStep];
+                    for (let i = 0; i < m; i++) for (let j = 0; j < n; j++) {
+                        let sum = 0;
+                        for (let l = 0; l < k; l++) sum += get(x, i, l) * get(y, l, j);
+                        worst = Math.max(worst, Math.abs(sum - found[i * n + j]));
+                    }
+                }
+            }
+            return worst;
+        }"""
+    )
+    assert worst is not None, "this Chromium has no WebGPU adapter, not even in software"
+    assert worst < 1e-5
+
+
+def test_what_a_graphics_processor_cannot_do_the_kernel_does(page: Page, fleet: Fleet) -> None:
+    page.goto(f"{fleet.url.replace('ws://', 'http://', 1)}/join")
+    found = page.evaluate(
+        """async () => {
+            const { Kernel } = await import("/web/device/kernel.mjs");
+            const { Gpu } = await import("/web/device/gpu.mjs");
+            const read = async (file) => (await fetch(`/web/device/${file}`)).arrayBuffer();
+            const kernel = await Kernel.load(read, 1 << 26);
+            kernel.gpu = await Gpu.open({ any: true });
+            if (!kernel.gpu) return null;
+            const rows = 64 * 65536; // more workgroups than WebGPU can start, so the command is dropped
+            const [a, b, c] = [kernel.zeros(rows, 1), kernel.zeros(1, 1), kernel.zeros(rows, 1)];
+            kernel.call.fill(a.at, 2, rows);
+            kernel.call.fill(b.at, 3, 1);
+            await kernel.multiply(c, a, b, false, () => undefined, 0);
+            return [...new Set(kernel.numbers(c))];
+        }"""
+    )
+    assert found is not None, "this Chromium has no WebGPU adapter, not even in software"
+    assert found == [6]
+
+
+def test_a_browser_with_a_graphics_processor_trains_the_same(page: Page, fleet: Fleet, plain: list[float]) -> None:
+    lend(page, fleet, "?any-gpu")
+    assert close_to(losses(distribute(make("llama"), fleet, grain="gemm")), plain)
+    assert any(device.kernel.startswith("webgpu") for device in fleet.devices)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_accessible(scheme: Literal["light", "dark"], page: Page, fleet: Fleet) -> None:
+    page.emulate_media(color_scheme=scheme)
+    page.set_viewport_size({"width": 360, "height": 740})
+    lend(page, fleet)
+    assert complaints(page) == []
+    width = page.evaluate("document.documentElement.scrollWidth")
+    assert width <= 360, "a phone must not have to scroll sideways"
