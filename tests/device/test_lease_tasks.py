@@ -224,6 +224,22 @@ def test_the_memory_of_a_dropped_weight_is_not_reused_while_it_is_being_returned
     np.testing.assert_array_equal(chunk.run(), full(1.0))
 
 
+def test_a_weight_can_be_read_in_pieces() -> None:
+    lease = Lease()
+    matrix = np.arange(ROWS * COLS, dtype=np.float32).reshape(ROWS, COLS)
+    number = lease.bench.put(matrix)
+    for first, rows in ((0, 1), (1, ROWS - 1), (ROWS - 1, 1)):
+        piece = lease.bench.done(Collect(accumulator=number, rows=rows, cols=COLS, first_row=first))
+        np.testing.assert_array_equal(piece, matrix[first : first + rows])
+
+
+@pytest.mark.parametrize(("first", "rows"), [(-1, 1), (1, ROWS), (ROWS, 1), (0, ROWS + 1)])
+def test_rows_that_a_weight_does_not_have_cannot_be_read(first: int, rows: int) -> None:
+    lease = Lease()
+    with pytest.raises(ProtocolError, match=f"row.*{first}|{first}.*row"):
+        lease.bench.run(Collect(accumulator=lease.weight, rows=rows, cols=COLS, first_row=first))
+
+
 def test_a_copy_beyond_the_memory_is_refused() -> None:
     size = 4 * ROWS * COLS
     lease = Lease(bench=Bench(memory_bytes=2 * size - 1))

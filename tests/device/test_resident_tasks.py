@@ -301,8 +301,8 @@ def test_a_number_names_only_one_thing() -> None:
         with pytest.raises(ProtocolError, match="made here"):
             layer.bench.store.write(header, bytes(4 * 9 * HIDDEN))
     for number in (accumulator, weight):
-        with pytest.raises(ProtocolError, match=rf"operand {number}\b.*8 x {HIDDEN}.*9 x {HIDDEN}"):
-            layer.bench.run(Collect(accumulator=number, rows=8, cols=HIDDEN))
+        with pytest.raises(ProtocolError, match=rf"operand {number}\b.*10 x {HIDDEN}.*9 x {HIDDEN}"):
+            layer.bench.run(Collect(accumulator=number, rows=10, cols=HIDDEN))
 
 
 def test_accumulators_of_one_width_are_returned_below_each_other(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,9 @@ import gc
 import os
 import platform
 import signal
+import sys
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cleave.cli.arguments import AddVerb, count, positive, size_bytes
@@ -17,6 +19,7 @@ from cleave.errors import InputError
 
 if TYPE_CHECKING:
     from cleave.device.kernels import KernelChoice
+    from cleave.device.terms import Terms
 
 
 def add_to(add: AddVerb) -> None:
@@ -24,7 +27,7 @@ def add_to(add: AddVerb) -> None:
         "join",
         help="lend this machine to a server",
         description="Lend this machine to a server. It measures itself, joins, computes, and shows what it "
-        "contributes. Ctrl-C leaves cleanly. The server prints the whole command.",
+        "contributes. Ctrl-C leaves cleanly. The server prints the whole command to run.",
         usage="cleave join ADDRESS [OPTION ...]",
         examples=(
             "cleave join '192.168.1.20:7077#TOKEN.PIN'",
@@ -53,6 +56,30 @@ def add_to(add: AddVerb) -> None:
         default="auto",
         help="library that computes; auto is torch on a GPU, else numpy (default: auto)",
     )
+    terms = verb.add_argument_group("your terms", "The device leaves while they do not hold, and waits until they do.")
+    terms.add_argument(
+        "--terms",
+        type=Path,
+        metavar="FILE",
+        help="TOML file of terms, see docs/lend-a-device.md (default: ~/.cleave/terms.toml if there is one, or "
+        "terms.toml in CLEAVE_HOME)",
+    )
+    terms.add_argument("--not-on-batteries", action="store_true", help="compute only with external power")
+    terms.add_argument(
+        "--when-idle",
+        type=positive,
+        metavar="MIN",
+        help="compute only after so many minutes without input (default: always)",
+    )
+    terms.add_argument(
+        "--cpu-usage-limit", type=positive, metavar="PERCENT", help="share of the time to compute in (default: 100)"
+    )
+    terms.add_argument(
+        "--max-bytes-sec-down", type=size_bytes, metavar="SIZE", help="bytes a second to receive (default: no limit)"
+    )
+    terms.add_argument(
+        "--max-bytes-sec-up", type=size_bytes, metavar="SIZE", help="bytes a second to send (default: no limit)"
+    )
     connection = verb.add_argument_group("connection")
     connection.add_argument("--name", metavar="TEXT", help="name shown on the server (default: the host name)")
     connection.add_argument(
@@ -63,16 +90,25 @@ def add_to(add: AddVerb) -> None:
         type=positive,
         default=30.0,
         metavar="S",
-        help="seconds to keep trying to reach the server at first (default: 30)",
+        help="seconds to try to reach the server the first time, before giving up (default: 30)",
     )
     connection.add_argument("--quiet", action="store_true", help="print only errors")
     connection.add_argument(
         "--with-parent", action="store_true", help="leave when the process that started this one ends"
     )
+    verb.add_argument(
+        "--background",
+        choices=["install", "remove", "status"],
+        help="join with these options whenever you are logged in, as a service; remove it; or show what it does "
+        "(default: join now, in this terminal)",
+    )
     verb.set_defaults(run=_run_join)
 
 
 def _run_join(options: argparse.Namespace) -> None:
+    if options.background is not None:
+        _run_background(options)
+        return
     if options.threads is not None:  # BLAS libraries read these when numpy is imported, below
         for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
             os.environ[variable] = str(options.threads)
@@ -81,6 +117,7 @@ def _run_join(options: argparse.Namespace) -> None:
         url=options.url or os.environ.get("CLEAVE_SERVER"),
         memory_bytes=options.memory,
         threads=options.threads,
+        terms=_terms(options),
         name=options.name,
         token=options.token,
         kernel=options.kernel,
@@ -90,11 +127,82 @@ def _run_join(options: argparse.Namespace) -> None:
     )
 
 
+def _run_background(options: argparse.Namespace) -> None:
+    from cleave import run_files
+    from cleave.device import background
+    from cleave.printable import printable
+    from cleave.transport.address import parse_address
+
+    url = options.url or os.environ.get("CLEAVE_SERVER") or ""
+    token = options.token or os.environ.get("CLEAVE_TOKEN")
+    if options.background == "install":
+        _terms(options)  # to find mistakes now
+        parse_address(url)
+    variables = {"CLEAVE_SERVER": url, "CLEAVE_TOKEN": token, "CLEAVE_HOME": os.environ.get("CLEAVE_HOME")}
+    service = background.service_of(
+        sys.platform,
+        Path.home(),
+        run_files.home().absolute(),
+        (sys.executable, "-m", "cleave", "join", *_lent(options)),
+        {name: value for name, value in variables.items() if value},
+        os.getuid() if hasattr(os, "getuid") else 0,
+    )
+    match options.background:
+        case "install":
+            background.install(service)
+            files = " and ".join(str(path) for path in service.files)
+            _write(f"installed, and joining; written: {files}\nto see it: cleave join --background status")
+        case "remove":
+            _write("removed" if background.remove(service) else "there is no such service; nothing was removed")
+        case _:
+            lines = map(printable, background.status(service).splitlines())
+            _write("\n".join(lines) or "not installed")
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+
+
+def _lent(options: argparse.Namespace) -> list[str]:
+    """What to lend, and on which terms, as arguments."""
+    values = {
+        "--memory": options.memory,
+        "--threads": options.threads,
+        "--kernel": options.kernel,
+        "--terms": options.terms and options.terms.absolute(),
+        "--when-idle": options.when_idle,
+        "--cpu-usage-limit": options.cpu_usage_limit,
+        "--max-bytes-sec-down": options.max_bytes_sec_down,
+        "--max-bytes-sec-up": options.max_bytes_sec_up,
+        "--name": options.name,
+    }
+    given = [f"{name}={value}" for name, value in values.items() if value is not None]
+    return [*given, "--not-on-batteries"] if options.not_on_batteries else given
+
+
+def _terms(options: argparse.Namespace) -> Terms:
+    from cleave import run_files
+    from cleave.config import load_settings
+    from cleave.device.terms import Terms
+
+    usual = run_files.home() / "terms.toml"
+    overrides = {
+        "run_on_batteries": False if options.not_on_batteries else None,
+        "run_if_user_active": False if options.when_idle else None,
+        "idle_time_to_run": options.when_idle,
+        "cpu_usage_limit": options.cpu_usage_limit,
+        "max_bytes_sec_down": options.max_bytes_sec_down,
+        "max_bytes_sec_up": options.max_bytes_sec_up,
+    }
+    return load_settings(Terms, options.terms or (usual if usual.exists() else None), overrides)
+
+
 def run_join(
     *,
     url: str | None,
     memory_bytes: int | None,
     threads: int | None,
+    terms: Terms,
     name: str | None,
     token: str | None,
     kernel: KernelChoice,
@@ -102,8 +210,12 @@ def run_join(
     quiet: bool,
     with_parent: bool,
 ) -> None:
+    from cleave import memory, run_files
     from cleave.device import join, probe
+    from cleave.device.conditions import observer
     from cleave.device.kernels import choose_kernel, unused_gpu
+    from cleave.device.transfers import Transfers
+    from cleave.device.volunteer import Volunteer
     from cleave.device.worker import Contribution, Offer
     from cleave.report import join as join_report
     from cleave.transport.address import parse_address
@@ -120,16 +232,35 @@ def run_join(
         flops_per_s=probe.measure_flops_per_s(chosen),
         memory_bytes=probe.usable_memory_bytes(memory_bytes),
     )
+    rooms = {
+        1.0: offer.memory_bytes,
+        **{
+            share: probe.usable_memory_bytes(int(memory.total_bytes() * share), name)
+            for name, share in terms.limits.items()
+            if name.startswith("ram_max_used")
+        },
+    }
+    transfers = Transfers(run_files.home()) if terms.daily_xfer_limit_mb else None
+    volunteer = Volunteer(terms, observer(terms), rooms.__getitem__, transfers)
     contribution = Contribution()
     with (
-        join_report.shown(contribution, offer.flops_per_s, offer.memory_bytes, chosen.name, quiet=quiet) as say,
+        join_report.shown(
+            contribution,
+            offer.flops_per_s,
+            offer.memory_bytes,
+            chosen.name,
+            lambda: volunteer.paused,
+            quiet=quiet,
+        ) as say,
         contextlib.suppress(KeyboardInterrupt, asyncio.CancelledError),
     ):
         if kernel == "auto" and (hint := unused_gpu(chosen)):
             say(hint)
+        if terms.limits:
+            say(f"your terms: {', '.join(f'{name} = {str(value).lower()}' for name, value in terms.limits.items())}")
         gc.freeze()  # exempt everything loaded so far from collection
         gc.set_threshold(50_000)
-        serving = join.serve(address, chosen, offer, contribution, say, wait_s)
+        serving = join.serve(address, chosen, offer, contribution, say, wait_s, volunteer)
         asyncio.run(until_stopped(_while_parent_lives(serving) if with_parent else serving))
 
 

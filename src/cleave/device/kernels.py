@@ -21,6 +21,7 @@ from cleave.extras import install_command
 from cleave.protocol.frames import Buffer
 from cleave.protocol.numbers import NumpyCodec
 from cleave.protocol.programs import Layout
+from cleave.transport.allocation import give_back_freed_memory
 
 KernelChoice = Literal["auto", "numpy", "torch"]
 Array = Any
@@ -94,6 +95,10 @@ class Kernel(Protocol):
 
     def interpolate(self, total: Array, end: Array, weight: float, scratch: Array) -> None:
         """Move total towards `end`: 0 leaves it, 1 gives `end`."""
+        ...
+
+    def give_back_memory(self) -> None:
+        """Return freed memory to the system instead of keeping it for what comes next."""
         ...
 
 
@@ -177,6 +182,9 @@ class NumpyKernel:
         else:
             np.subtract(end, np.multiply(scratch, 1 - weight, out=scratch), out=total)
 
+    def give_back_memory(self) -> None:
+        give_back_freed_memory()
+
 
 class TorchKernel:
     def __init__(self, device: str, threads: int | None = None) -> None:
@@ -238,6 +246,11 @@ class TorchKernel:
 
     def interpolate(self, total: Array, end: Array, weight: float, scratch: Array) -> None:
         total.lerp_(end, weight)
+
+    def give_back_memory(self) -> None:
+        if self._device != "cpu":
+            getattr(self._torch, self._device).empty_cache()
+        give_back_freed_memory()
 
 
 def _polynomial(coefficients: tuple[float, ...], x: Array) -> Array:

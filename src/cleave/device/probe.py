@@ -33,10 +33,11 @@ def measure_flops_per_s(kernel: Kernel) -> float:
     return 2.0 * _SIDE**3 / best_s
 
 
-def usable_memory_bytes(limit_bytes: int | None) -> int:
+def usable_memory_bytes(limit_bytes: int | None, setting: str = "--memory") -> int:
     """Bytes available to operands and results so that the whole process stays within `limit_bytes`.
 
-    Subtracts the resident size of the process, so call it once numpy is loaded and its buffers are touched.
+    `setting` is what set the limit. Subtracts the resident size of the process, so call it once numpy is loaded and
+    its buffers are touched.
     """
     if limit_bytes is None:
         return int(memory.available_bytes() * _DEFAULT_SHARE)
@@ -50,7 +51,7 @@ def usable_memory_bytes(limit_bytes: int | None) -> int:
     if usable < _MIN_BYTES:
         minimum = in_use + _TRANSIT_BYTES + _MIN_BYTES
         raise InputError(
-            f"--memory must be at least {minimum / 1e6:.0f} MB, as the program itself takes {in_use / 1e6:.0f} MB, "
+            f"{setting} must be at least {minimum / 1e6:.0f} MB, as the program itself takes {in_use / 1e6:.0f} MB, "
             f"but is {limit_bytes / 1e6:.0f} MB; allow more"
         )
     return usable

@@ -59,6 +59,29 @@ class ThreadProcessor:
         await asyncio.to_thread(self._thread.shutdown)  # a product cannot be interrupted; do not block the loop for it
 
 
+class RestingProcessor:
+    """Let another processor compute in a share of the time only: it rests before the next chunk, not after a result."""
+
+    def __init__(self, inner: Processor, share: float) -> None:
+        self._inner, self._share = inner, share
+        self._rest_until_s = 0.0
+
+    async def run(self, chunk: Chunk, format: WireFormat, *, begins: bool) -> tuple[Encoded | None, float]:
+        """Report the seconds with the rest that follows, as this is how fast the device is."""
+        now_s = asyncio.get_running_loop().time
+        while (rest_s := self._rest_until_s - now_s()) > 0:
+            await asyncio.sleep(rest_s)
+        encoded, took_s = await self._inner.run(chunk, format, begins=begins)
+        self._rest_until_s = now_s() + took_s / self._share - took_s
+        return encoded, took_s / self._share
+
+    def received(self, payload_bytes: int) -> None:
+        self._inner.received(payload_bytes)
+
+    async def close(self) -> None:
+        await self._inner.close()
+
+
 def run_timed(chunk: Chunk, kernel: Kernel, format: WireFormat) -> tuple[Encoded | None, float]:
     """Compute and encode a chunk in the calling thread; return the result and the seconds it took."""
     started = time.perf_counter()

@@ -25,11 +25,18 @@ class Contributed(Protocol):
 
 @contextmanager
 def shown(
-    contribution: Contributed, flops_per_s: float, memory_bytes: int, kernel: str, *, quiet: bool
+    contribution: Contributed,
+    flops_per_s: float,
+    memory_bytes: int,
+    kernel: str,
+    paused: Callable[[], str],
+    *,
+    quiet: bool,
 ) -> Generator[Callable[[str], None]]:
     """Yield a function that prints a line; on a terminal, keep a live status of the contribution below it.
 
-    Lines quote the server, so they are printed as they are, without markup.
+    `paused` tells why the device does not compute now, if it does not. Lines quote the server, so they are printed as
+    they are, without markup.
     """
     console = plain_console(stderr=True, quiet=quiet)
     console.print(f"this machine: {si(flops_per_s, 'FLOP/s')} ({kernel}), {si(memory_bytes, 'B')} for operands")
@@ -38,7 +45,8 @@ def shown(
 
         def refresh() -> None:
             while not stop.wait(_REFRESH_S):
-                status.update(f"computing: {_totals(contribution)}")
+                why = paused()
+                status.update(f"paused: {why}" if why else f"computing: {_totals(contribution)}")
 
         refresher = threading.Thread(target=refresh, daemon=True)
         if console.is_terminal and not quiet:

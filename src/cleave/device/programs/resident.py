@@ -206,6 +206,8 @@ class CollectTask:
     def __init__(self, program: Collect, store: OperandStore, kernel: Kernel) -> None:
         if min(program.rows, program.cols) < 1:
             raise ProtocolError(f"expected an operand of at least 1 x 1, got {program.rows} x {program.cols}")
+        if program.first_row < 0 or (program.first_row and program.below):
+            raise ProtocolError(f"expected rows from 0 of one operand alone, got {program.first_row}")
         self._program, self._store, self._kernel = program, store, kernel
         self._totals: list[HeldOperand] = []
         self._pending: list[Rectangle] = []
@@ -228,15 +230,18 @@ class CollectTask:
         if not self._pending:
             return None
         part = self._pending.pop(0)
-        return Chunk(lambda: self._rows(part.top, part.bottom), part, 0.0)
+        first = program.first_row
+        return Chunk(lambda: self._rows(first + part.top, first + part.bottom), part, 0.0)
 
     def _check(self, totals: list[HeldOperand]) -> None:
         program = self._program
-        if sum(held.rows for held in totals) != program.rows or any(held.cols != program.cols for held in totals):
+        rows = sum(held.rows for held in totals)
+        fits = rows == program.rows if program.below else program.first_row + program.rows <= rows
+        if not fits or any(held.cols != program.cols for held in totals):
             shapes = ", ".join(f"{held.rows} x {held.cols}" for held in totals[:_MOST_NAMED])
             raise ProtocolError(
-                f"expected operand {program.accumulator} and {len(program.below)} below it to be {program.rows} x "
-                f"{program.cols}, but they are {shapes}"
+                f"expected operand {program.accumulator} and {len(program.below)} below it to have {program.rows} x "
+                f"{program.cols} from row {program.first_row}, but they are {shapes}"
             )
 
     def _rows(self, top: int, bottom: int) -> Array:
