@@ -27,7 +27,7 @@ from cleave.transport.address import parse_address
 from cleave.transport.base import Channel
 from cleave.transport.shaped import Link, Medium, Shaped
 
-SEQUENCES, SEQUENCE, CHUNK = 8, 64, 16
+SEQUENCES, SEQUENCE = 8, 64
 BATCHES = 2
 LATENCY_S = 0.02
 DEVICES = {
@@ -67,11 +67,11 @@ def profile(name: str) -> DeviceProfile:
     return DeviceProfile(name=name, flops_per_s=flops, memory_bytes=1 << 30, **links)
 
 
-def live_s(layout: Layout, model: SmallDecoder) -> list[float]:
+def live_s(layout: Layout, chunk: int, model: SmallDecoder) -> list[float]:
     """Virtual seconds of each batch on the real cluster."""
 
     async def main() -> list[float]:
-        world = Emulated(arrange=arranged(layout, CHUNK))
+        world = Emulated(arrange=arranged(layout, chunk))
         profiles = [profile(name) for name in names(layout)]
         world.emulate(profiles)
         await world.until(lambda: len(world.joined()) == len(profiles))
@@ -90,7 +90,8 @@ def live_s(layout: Layout, model: SmallDecoder) -> list[float]:
     return run(main(), limit_s=1e5)
 
 
-def simulated_s(layout: Layout, model: SmallDecoder) -> list[float]:
+def simulated_s(layout: Layout, chunk: int, model: SmallDecoder) -> list[float]:
+    """The same in the simulator."""
     fleet = Fleet(setting=choose.Setting(wire="fp32"))
     for name in names(layout):
         flops, down, up = DEVICES[name]
@@ -100,7 +101,7 @@ def simulated_s(layout: Layout, model: SmallDecoder) -> list[float]:
     for count, slices in layout:
         stages.append(stage_of(first, count, slices))
         first += count
-    plan = plan_of(stages, CHUNK)
+    plan = plan_of(stages, chunk)
     took: list[float] = []
     for _ in range(BATCHES):
         began = fleet.driver.now
@@ -113,8 +114,10 @@ def simulated_s(layout: Layout, model: SmallDecoder) -> list[float]:
     return took
 
 
+@pytest.mark.parametrize("chunk", [16, 64])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_batch_takes_as_long_as_on_a_real_cluster(layout: str) -> None:
+def test_a_batch_takes_as_long_as_on_a_real_cluster(layout: str, chunk: int) -> None:
     model = decoder(has_head=True, hidden=128)
-    live, simulated = live_s(LAYOUTS[layout], model), simulated_s(LAYOUTS[layout], model)
-    assert simulated == pytest.approx(live, rel=0.1)
+    live, simulated = (seconds(LAYOUTS[layout], chunk, model) for seconds in (live_s, simulated_s))
+    # what is left: in attention, devices compute scores of tiles whole, also where a row sees none of their keys
+    assert simulated == pytest.approx(live, rel=0.03)

@@ -10,9 +10,8 @@ from cleave.disk import read_whole
 from cleave.errors import InputError
 from cleave.facts import table
 from cleave.sim.availability import fit
-from cleave.sim.churn import Stay, constant, daily, of_each, traced
+from cleave.sim.churn import AWAY_S, Stay, constant, daily, of_each, traced
 
-AWAY_S = 600.0
 DAY_S = 86_400.0
 _FITTED = "fta:"
 _MOST_BYTES = 1 << 26
@@ -34,7 +33,7 @@ def churn_of(
     with suppress(ValueError):
         rate = float(kind)
         if not 0 <= rate < 1e9:
-            raise InputError(f"expected --churn to be a number of departures per hour from 0 up, got {kind}")
+            raise InputError(f"expected --churn to be a number of departures per hour of at least 0, got {kind}")
         return lambda: of_each(names, seed, lambda rng: constant(rng, rate, away_s))
     try:
         stays = traced(read_whole(Path(kind), _MOST_BYTES).decode("utf-8"), kind, names)

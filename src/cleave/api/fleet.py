@@ -24,6 +24,7 @@ from cleave.device.join import stand_in
 from cleave.device.replay import replay
 from cleave.errors import FleetGoneError, InputError
 from cleave.report.quantities import plural
+from cleave.run_files import EVENTS
 from cleave.server.admission import certificate
 from cleave.server.admission.gate import CROWDED
 from cleave.server.admission.tokens import Keys
@@ -31,7 +32,7 @@ from cleave.server.cluster import Cluster
 from cleave.server.service import Service
 from cleave.server.status import DeviceStatus, FleetStatus
 from cleave.settings import ALONES, OFFLOADS, Alone, Offload
-from cleave.transport.address import join_command
+from cleave.transport.address import join_command, join_page
 from cleave.transport.shaped import Link, shaping
 
 if TYPE_CHECKING:
@@ -131,6 +132,7 @@ class Fleet:
             limits=CROWDED if scale_test else None,
             wrap=wrap,
             say=self.say,
+            events=directory / EVENTS if directory is not None else None,
         )
         self._service.start()
         self.cluster = self._service.cluster
@@ -227,6 +229,11 @@ class Fleet:
     def join_command(self) -> str:
         """Command that joins another machine, token included."""
         return join_command(self.public_url, self.token)
+
+    @property
+    def join_page(self) -> str:
+        """Link that joins a browser, token included."""
+        return join_page(self.public_url, self.token)
 
     @property
     def is_reachable(self) -> bool:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from cleave.api.carbon import carbon_facts
 from cleave.core.carbon.bill import Bill, fleet_power
 from cleave.core.carbon.energy import Use
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.schedule.members import Member
+from cleave.facts.carbon import carbon_facts
 from cleave.server.admission.gate import is_loopback
 
 

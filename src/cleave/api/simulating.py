@@ -61,9 +61,9 @@ def simulate(
     if not 1 <= batches <= _MOST_BATCHES:
         raise InputError(f"expected batches from 1 to {_MOST_BATCHES:,}, got {batches}; change it")
     if not 0 <= seed < 2**63:
-        raise InputError(f"expected a seed from 0 up, got {seed}; change it")
+        raise InputError(f"expected a seed of at least 0, got {seed}; change it")
     if tokens < 1:
-        raise InputError(f"expected tokens per batch from 1 up, got {tokens}; change it")
+        raise InputError(f"expected at least 1 token per batch, got {tokens}; change it")
     names = checked_systems(systems)
     profiles = fleet if isinstance(fleet, Profiles) else load_fleet(fleet)
     shape = model if isinstance(model, ModelShape) else load_shape(model)

@@ -29,6 +29,7 @@ TableName = Literal[
     "network_energy",
     "networks",
     "pue",
+    "rivals",
 ]
 
 

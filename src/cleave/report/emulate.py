@@ -9,6 +9,9 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import Protocol
 
+from rich.console import Console
+
+from cleave.errors import CleaveError
 from cleave.report.plain import plain_console
 from cleave.report.quantities import plural, si
 
@@ -54,8 +57,29 @@ class Emulated(Protocol):
 
 @contextmanager
 def shown(activity: Emulated, *, quiet: bool, as_json: bool) -> Generator[Callable[[str], None]]:
-    """Yield a function that prints a line; on a terminal, keep a live status below it, and end with a summary."""
+    """Yield a function that prints a line; on a terminal, keep a live status below it, and end with a summary.
+
+    Devices that worked are summed up even if an error ended it, as when the server died.
+    """
     console = plain_console(stderr=True, quiet=quiet)
+    try:
+        with _status_of(activity, console, quiet=quiet):
+            yield lambda text: console.print(text, soft_wrap=True)
+    except CleaveError:
+        if activity.joins:
+            _end(activity, console, as_json=as_json)
+        raise
+    _end(activity, console, as_json=as_json)
+
+
+def _end(activity: Emulated, console: Console, *, as_json: bool) -> None:
+    console.print(_summary(activity), soft_wrap=True)
+    if as_json:
+        sys.stdout.write(json.dumps(_figures(activity)) + "\n")
+
+
+@contextmanager
+def _status_of(activity: Emulated, console: Console, *, quiet: bool) -> Generator[None]:
     stop = threading.Event()
     with console.status("joining ...") as status:
 
@@ -67,12 +91,9 @@ def shown(activity: Emulated, *, quiet: bool, as_json: bool) -> Generator[Callab
         if console.is_terminal and not quiet:
             refresher.start()
         try:
-            yield lambda text: console.print(text, soft_wrap=True)
+            yield
         finally:
             stop.set()
-    console.print(_summary(activity), soft_wrap=True)
-    if as_json:
-        sys.stdout.write(json.dumps(_figures(activity)) + "\n")
 
 
 def _status(activity: Emulated) -> str:

@@ -17,6 +17,8 @@ from cleave.errors import FleetError
 Stay = tuple[float, float]
 """Seconds since the start at which a device joins and leaves."""
 
+AWAY_S = 600.0
+"""Mean absence, unless another is asked for."""
 _HEADER = ("device", "leave_s", "join_s")
 _EVENING_H, _MORNING_H = 23.0, 7.0
 _SPREAD_H = 1.0

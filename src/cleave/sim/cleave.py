@@ -7,23 +7,19 @@ The methods, from exact to fast; the outcome says which was used:
 - `timeline`: the plan's stages played event by event on true rates (`core/plan/resident/timeline.py`), with lean
   devices (16 bits at rest). For one batch on up to 16 devices.
 - `columns`: the planner's law on true rates, with lean devices. For any number of devices, and under churn.
-- `gemms`: where memory holds no columns, gemm by gemm; the cost law of the planner on true rates.
+- `gemms`: where memory holds no columns, gemm by gemm; the cost law of the planner on true rates, also under churn.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from cleave.core.cost.gemm import unit_costs
-from cleave.core.fleet.profiles import Profiles
-from cleave.core.plan.gemm.product import SERVER, GemmPlan
-from cleave.core.plan.gemm.repair import repair
 from cleave.core.plan.resident.few_devices import FEW, pose_model
 from cleave.core.plan.resident.large_fleet import ModelPlan
-from cleave.core.plan.resident.small_fleet import KEPT_SEQUENCES, judge_again
+from cleave.core.plan.resident.small_fleet import judge_again
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.core.plan.resident.standing import standing
 from cleave.core.plan.rivals.case import plural
@@ -32,6 +28,7 @@ from cleave.errors import InfeasibleError, InputError
 from cleave.sim.columns import ColumnsCourse, true_rates
 from cleave.sim.course import Attendance, Course
 from cleave.sim.engine_course import EngineCourse
+from cleave.sim.gemm_course import GemmCourse, gemm_loads, step_s, usual_recovery_s
 from cleave.sim.planning import plan_setting
 from cleave.sim.setting import Outcome, Setting
 from cleave.sim.stack import can_describe
@@ -93,7 +90,7 @@ def _by_engine(setting: Setting, run: Run) -> Outcome:
         batch_s=done.mean_s,
         down_bytes=max(device.down_bytes for device in course.devices) / run.batches,
         up_bytes=max(device.up_bytes for device in course.devices) / run.batches,
-        memory_bytes=None,
+        memory_bytes=max(device.peak_bytes for device in course.devices),
         devices_used=len(plan.devices),
         recovery_s=None if run.has_churn or len(plan.devices) < 2 else _recovery_by_engine(setting, run.world, plan),
         detail={"planned_s": plan.step_s, **_counts(done)},
@@ -166,57 +163,30 @@ def _played(setting: Setting, run: Run, plan: ModelPlan) -> Course:
         wire=setting.wire,
         server=setting.server,
     )
-    found = [
-        judge_again(replace(problem, kept_sequences=kept), plan.rounds[0].plan)
-        for kept in (problem.kept_sequences, *KEPT_SEQUENCES)  # as the search tries them
-        if len(plan.rounds) == 1
-    ]
-    played = min((one for one in found if one is not None), key=lambda one: one.step_s, default=None)
+    played = judge_again(problem, plan.rounds[0].plan) if len(plan.rounds) == 1 else None
     seconds = standing(plan, problem.profiles, setting.server).step_s if played is None else played.step_s
     return Course(method="columns" if played is None else "timeline", batch_s=(seconds,) * run.batches)
 
 
 def _by_gemms(setting: Setting, run: Run, plan: StepPlan) -> Outcome:
-    if run.has_churn:
-        raise InfeasibleError(
-            "memory holds no columns, and churn is simulated for columns only; add devices or memory, or drop --churn"
-        )
     truth = true_rates(run.world, 0.0)
-    step_s = plan.attention_s + sum(part.what.count * makespan_s(part.plan, truth) for part in plan.segments)
-    down, up = np.zeros(len(truth) + 1), np.zeros(len(truth) + 1)
-    for part in plan.segments:
-        np.add.at(down, part.plan.tiling.device, part.what.count * part.plan.down_bytes)
-        np.add.at(up, part.plan.tiling.device, part.what.count * part.plan.up_bytes)
-    longest = max(plan.segments, key=lambda part: part.plan.makespan_s)
-    numbers: list[int] = longest.plan.tiling.device.tolist()
-    used = sorted({longest.plan.names[number] for number in numbers} - {SERVER})
-    try:
-        recovery_s = repair(longest.plan, truth, used[:1]).recovery_s
-    except InfeasibleError:
-        recovery_s = None
+    if run.has_churn:
+        done = GemmCourse(setting, run.world, plan).run(run.batches)
+    else:
+        done = Course(method="gemms", batch_s=(step_s(plan, truth),) * run.batches)
+    loads = gemm_loads(plan, truth)
     return Outcome(
         system=SYSTEM,
         fits=True,
         reason="gemm by gemm: memory holds no columns",
-        batch_s=step_s,
-        down_bytes=float(down[: len(truth)].max()),
-        up_bytes=float(up[: len(truth)].max()),
-        devices_used=int((down[: len(truth)] > 0).sum()),
-        recovery_s=recovery_s,
-        detail={"planned_s": plan.step_s, **_counts(Course(method="gemms", batch_s=(step_s,) * run.batches))},
+        batch_s=done.mean_s,
+        down_bytes=float(loads.down_bytes.max()),
+        up_bytes=float(loads.up_bytes.max()),
+        memory_bytes=float(loads.memory_bytes.max()),
+        devices_used=int((loads.down_bytes > 0).sum()),
+        recovery_s=float(np.mean(done.recovery_s)) if done.recovery_s else usual_recovery_s(plan, truth),
+        detail={"planned_s": plan.step_s, **_counts(done)},
     )
-
-
-def makespan_s(plan: GemmPlan, truth: Profiles) -> float:
-    """Seconds of a gemm's blocks on true rates: rounds follow one another, and the server's links carry all bytes."""
-    unit = unit_costs(truth, plan.wire, plan.server, plan.a_wire)
-    rounds_s = np.zeros(plan.rounds)
-    np.maximum.at(rounds_s, plan.tiling.round, plan.tiling.finish_s(unit))
-    server_s = max(
-        float(plan.down_bytes.sum()) / plan.server.down_bytes_per_s,
-        float(plan.up_bytes.sum()) / plan.server.up_bytes_per_s,
-    )
-    return max(float(rounds_s.sum()), server_s)
 
 
 def _counts(done: Course) -> dict[str, float | int | str]:

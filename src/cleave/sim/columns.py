@@ -120,11 +120,10 @@ class ColumnsCourse:
             self._replan()
             return
         for device in newcomers:
-            if present[device] and (seated := columns.seated(device, state.lost)) is not None:
-                for column in seated.columns_of(device):
-                    if column in state.lost:
-                        state.lost.remove(column)
-                columns = seated
+            if present[device] and (column := columns.seat(device, state.lost)) is not None:
+                columns = columns.seated(device, column)
+                if column in columns.columns_of(device):  # else it was left without rows
+                    state.lost.remove(column)
         state.columns = columns.measured()
         state.step_s = state.columns.step_s
 

@@ -22,12 +22,14 @@ from cleave.core.schedule.tasks import (
     DeviceAdded,
     DeviceId,
     DeviceRemoved,
+    OperandId,
     Start,
     Task,
     TaskFailed,
     Tick,
 )
 from cleave.errors import CleaveError
+from cleave.protocol.messages import encode
 from cleave.server.contract import (
     Action,
     Arrived,
@@ -50,7 +52,7 @@ from cleave.server.contract import (
     run_of,
 )
 from cleave.server.engine import Engine
-from cleave.sim.devices import Device, Job, LineName
+from cleave.sim.devices import RESULT_HEADER_BYTES, STORE_HEADER_BYTES, Device, Job, LineName
 from cleave.sim.links import SharedLinks
 
 _LEAST_S = 1e-9
@@ -94,10 +96,12 @@ class VirtualDriver:
         server: Server | None = None,
         media: Mapping[str, float] | None = None,
         disconnected: Callable[[str, str], None] | None = None,
+        answer: Callable[[Task], object] | None = None,
     ) -> None:
         """`media` are the bytes per second of media that devices share, both ways together.
 
         `disconnected` is told of devices that the engine disconnects, and why; without it, that is an error.
+        `answer` gives the payload of a task's result, which is then stored; without it, results have no numbers.
         """
         server = server or Server()
         self.engine = Engine()
@@ -109,7 +113,7 @@ class VirtualDriver:
         self.waits: list[str] = []
         self.failing: Counter[DeviceId] = Counter()
         """How many of its next tasks each device will fail."""
-        self._planner, self._disconnected = planner, disconnected
+        self._planner, self._disconnected, self._answer = planner, disconnected, answer
         capacity = {"server down": server.down_bytes_per_s, "server up": server.up_bytes_per_s}
         capacity |= {f"medium {name}": bytes_per_s for name, bytes_per_s in (media or {}).items()}
         self._links: SharedLinks[tuple[DeviceId, LineName]] = SharedLinks(capacity)
@@ -117,6 +121,8 @@ class VirtualDriver:
         self._heap: list[tuple[float, int, SimEvent]] = []
         self._order = itertools.count()
         self._is_ticking = False
+        self._started: dict[DeviceId, None] = {}
+        """Devices that an event brought tasks, in order."""
 
     @property
     def is_quiet(self) -> bool:
@@ -150,6 +156,10 @@ class VirtualDriver:
 
     def post(self, event: EngineEvent, at: float | None = None) -> None:
         self._push(event, self.now if at is None else at)
+
+    def catch_up(self) -> None:
+        """Let everything happen that is due by now."""
+        self.run_until(lambda: not self._heap or self._heap[0][0] > self.now)
 
     def run_until(self, is_over: Callable[[], bool], limit_s: float = 1e6) -> None:
         while not is_over():
@@ -193,6 +203,10 @@ class VirtualDriver:
                 pass
         for action in self.engine.handle(event, self.now):
             self._act(action)
+        for name in self._started:  # a server sends the most urgent of the tasks that one event brought
+            if name in self.devices:
+                self._serve(self.devices[name], name, "down")
+        self._started.clear()
         if self.engine.ledger.is_busy and not self._is_ticking:
             self._is_ticking = True
             self.post(Tick(), self.now + TICK_S)
@@ -200,7 +214,7 @@ class VirtualDriver:
     def _act(self, action: Action) -> None:
         match action:
             case Start(task, missing):
-                self._start(task, sum(operand.wire_bytes for operand in task.operands if operand.id in missing))
+                self._start(task, frozenset(missing))
             case Cancel(task):
                 if task.device in self.devices:
                     self._cancel(self.devices[task.device], task)
@@ -208,6 +222,8 @@ class VirtualDriver:
             case Check(task, part):
                 self.post(Checked(task.device, task, part, None, None))
             case Keep(run, item):
+                if self._answer is not None:
+                    run.results.keep(item)
                 self.post(Kept(run, item))
             case Audit(run, case):
                 self.post(AuditEnded(run, case, ""))
@@ -234,7 +250,7 @@ class VirtualDriver:
 
     # -------------------------------------------------------------------------------------------- devices
 
-    def _start(self, task: Task, down_bytes: int) -> None:
+    def _start(self, task: Task, missing: frozenset[OperandId]) -> None:
         device = self.devices.get(task.device)
         if device is None:  # it has just left
             return
@@ -243,18 +259,29 @@ class VirtualDriver:
             self.failing[task.device] -= 1
             self.post(TaskFailed(task.device, task.id))
             return
-        self._enter(device, task.device, "down", Job(task, down_bytes))
+        device.peak_bytes = max(device.peak_bytes, self.engine.ledger.used_bytes(task.device))
+        device.coming |= missing
+        down_bytes = len(encode(run_of(task).describe(task))) + STORE_HEADER_BYTES * len(missing)
+        down_bytes += sum(operand.wire_bytes for operand in task.operands if operand.id in missing)
+        self._wait_for(device, "down", Job(task, down_bytes, task.up_bytes + RESULT_HEADER_BYTES, missing))
+        self._started[task.device] = None
+
+    def _wait_for(self, device: Device, line: LineName, job: Job) -> None:
+        """Queue a job: on a downlink after those of earlier events, which the server's system has already taken."""
+        earliest = self.now if line == "down" else 0.0
+        heapq.heappush(device.lines[line].waiting, (earliest, job.task.priority, next(self._order), job))
 
     def _enter(self, device: Device, name: DeviceId, line: LineName, job: Job) -> None:
-        device.lines[line].waiting.append(job)
+        self._wait_for(device, line, job)
         self._serve(device, name, line)
 
     def _serve(self, device: Device, name: DeviceId, line: LineName) -> None:
         """Let an idle line begin with the next job."""
         queue = device.lines[line]
         while queue.job is None and queue.waiting:
-            job = queue.waiting.popleft()
+            job = heapq.heappop(queue.waiting)[-1]
             if job.task.id in device.cancelled:
+                device.coming -= job.brings if line == "down" else frozenset()
                 continue
             queue.job, queue.began, queue.turn = job, self.now, queue.turn + 1
             served = _Served(device, name, line, queue.turn)
@@ -277,12 +304,15 @@ class VirtualDriver:
         match line:
             case "down":
                 device.down_bytes += job.down_bytes
-                self._enter(device, name, "compute", job)
+                device.coming -= job.brings
+                device.unready.append(job)
+                for ready in device.ready():
+                    self._enter(device, name, "compute", ready)
             case "compute":
                 device.computed_s += device.compute_s(job.task)
                 self._enter(device, name, "up", job)
             case "up":
-                device.up_bytes += job.task.up_bytes
+                device.up_bytes += job.up_bytes
                 self._returned(device, job)
         self._serve(device, name, line)
 
@@ -293,11 +323,12 @@ class VirtualDriver:
             compute_s=max(job.seconds["compute"], _LEAST_S),
             down_bytes=job.down_bytes,
             down_s=job.seconds["down"],
-            up_bytes=task.up_bytes,
+            up_bytes=job.up_bytes,
             up_s=job.seconds["up"],
             payload_bytes=task.up_bytes,
         )
-        arrived = Arrived(task.device, task.id, task.whole, run_of(task).format(task), None, seen)
+        payload = None if self._answer is None else self._answer(task)
+        arrived = Arrived(task.device, task.id, task.whole, run_of(task).format(task), payload, seen)
         self.post(arrived, self.now + device.pace.latency_s)
 
     def _cancel(self, device: Device, task: Task) -> None:
@@ -308,8 +339,8 @@ class VirtualDriver:
             return
         unsent = self._stop(task.device, "up")
         if unsent is None:
-            unsent = task.up_bytes - (self.now - queue.began) * device.pace.up_bytes_per_s
-        device.up_bytes += task.up_bytes - round(min(max(unsent, 0.0), task.up_bytes))
+            unsent = queue.job.up_bytes - (self.now - queue.began) * device.pace.up_bytes_per_s
+        device.up_bytes += queue.job.up_bytes - round(min(max(unsent, 0.0), queue.job.up_bytes))
         queue.job = None
         queue.turn += 1
         self._serve(device, task.device, "up")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -15,6 +15,7 @@ from cleave.core.model.batch import Batch
 from cleave.core.model.decoder import Decoder
 from cleave.core.model.gemms import Linear, Role
 from cleave.core.plan.choose import Local, PassWork, Setting, choose_layer, plan_pass
+from cleave.core.plan.gemm.layer import Block
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.errors import InfeasibleError
 from cleave.protocol.numbers import NumpyCodec
@@ -25,6 +26,7 @@ from cleave.server.gemm.results import GemmResults
 from cleave.server.gemm.run import GemmRun
 from cleave.server.operands import Operands, Tensor
 from cleave.server.resident.audits import Audits, AuditTotals
+from cleave.server.resident.pass_lease import PassLease
 from cleave.server.resident.results import ResidentResults
 from cleave.server.resident.run import ResidentRun
 from cleave.sim.devices import Device
@@ -62,9 +64,12 @@ class Fleet:
     def product(self, role: Role, a: Tensor, b: Tensor, linear: Linear) -> GemmRun:
         plan = choose_layer(linear, self.driver.engine.roster.profiles(), self._setting, Local()).plan
         assert plan is not None
+        return self.blocks(Product(role, (a,), (b,)), plan.blocks[role])
+
+    def blocks(self, product: Product, blocks: Sequence[Block]) -> GemmRun:
         run = GemmRun(
-            Product(role, (a,), (b,)),
-            plan.blocks[role],
+            product,
+            blocks,
             cast("GemmResults", NoNumbers()),
             priority=1,
             format=self._setting.wire,
@@ -75,7 +80,13 @@ class Fleet:
         self.driver.submit(run)
         return run
 
-    def resident(self, decoder: Decoder, batch: Batch[Tensor], plan: ResidentPlan | None = None) -> ResidentRun:
+    def resident(
+        self,
+        decoder: Decoder,
+        batch: Batch[Tensor],
+        plan: ResidentPlan | None = None,
+        lease: PassLease | None = None,
+    ) -> ResidentRun:
         engine = self.driver.engine
         run = ResidentRun(
             decoder,
@@ -95,6 +106,7 @@ class Fleet:
                 totals=AuditTotals(),
             ),
             post=self.driver.post,
+            lease=lease,
         )
         self.driver.submit(run)
         return run

@@ -38,14 +38,19 @@ def plan_setting(setting: Setting, profiles: Profiles | None = None) -> ModelPla
         )
         return plan_fastest_columns(case, None)
     except InfeasibleError:
-        return plan_step(
-            profiles,
-            setting.model,
-            setting.tokens,
-            sequence=setting.sequence,
-            wire=setting.wire,
-            server=setting.server,
-        )
+        return plan_gemms(setting, profiles)
+
+
+def plan_gemms(setting: Setting, profiles: Profiles) -> StepPlan:
+    """Plan a step gemm by gemm; InfeasibleError if not even that fits."""
+    return plan_step(
+        profiles,
+        setting.model,
+        setting.tokens,
+        sequence=setting.sequence,
+        wire=setting.wire,
+        server=setting.server,
+    )
 
 
 def replan(setting: Setting, profiles: Profiles, previous: ModelPlan) -> ModelPlan:
