@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cleave.api.carbon import carbon_facts
 from cleave.core.carbon.bill import fleet_power
 from cleave.core.carbon.cloud import CARDS, cloud_card, cloud_footprint
 from cleave.core.carbon.energy import Use
@@ -15,6 +14,7 @@ from cleave.core.fleet import sampling
 from cleave.core.fleet.profiles import Floats, Profiles
 from cleave.errors import FleetError
 from cleave.facts import table
+from cleave.facts.carbon import carbon_facts
 
 FACTS = carbon_facts()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -166,6 +168,25 @@ def test_least_time_inverts_an_increasing_function(log_target: float, power: flo
     target = 10.0**log_target
     found = least_time(lambda t: max(t - delay, 0.0) ** power, target)
     assert found == pytest.approx(delay + target ** (1 / power), rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("most", [1.0, 1.5, math.inf], ids=["just-enough", "more", "boundless"])
+@pytest.mark.parametrize("after_s", [0.0, 2e-4, 0.3])
+@given(log_share=st.floats(-6, 3), power=st.floats(0.5, 3))
+def test_least_time_takes_few_evaluations_also_where_just_enough_can_be_done(
+    most: float, after_s: float, log_share: float, power: float
+) -> None:
+    exact_s = after_s + 10.0**log_share
+    asked: list[float] = []
+
+    def work(t: float) -> float:
+        asked.append(t)
+        return min((max(t - after_s, 0.0) / (exact_s - after_s)) ** power, most) if t > after_s else 0.0
+
+    found = least_time(work, 1.0, after_s=after_s)
+    assert exact_s * (1 - 1.01e-6) <= found <= exact_s * (1 + 1e-12)
+    brackets = abs(log_share + 3) / math.log10(4)
+    assert len(asked) <= brackets + 20
 
 
 def test_work_that_is_never_enough_takes_forever() -> None:

@@ -19,9 +19,11 @@ from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.keeping import KEEPINGS
 from cleave.core.model.shapes import named
 from cleave.core.model.sublayers import sublayers_of
+from cleave.core.plan.resident.cover import Cover, Table, make_table, weigh
 from cleave.core.plan.resident.few_devices import plan_few
 from cleave.core.plan.resident.large_fleet import ModelPlan, plan_resident
 from cleave.core.plan.resident.plane import tiles, worth_of_one_more
+from cleave.core.plan.resident.search import covers_of
 from cleave.core.plan.rivals.case import Case
 from cleave.core.plan.rivals.compare import all_rivals
 from cleave.core.plan.rivals.products import attention_by_heads_s
@@ -75,7 +77,11 @@ def check(plan: ModelPlan, fleet: Profiles) -> None:
                     device, level = places[name], np.array([[KEEPINGS.index(keeps)]])
                     rows = sequences * plan.sequence
                     kept_bytes = held.state_keeping(level)[0, 0] - held.state_bytes[0]
-                    assert held.memory_bytes[0] + kept_bytes <= fleet.memory_bytes[device]
+                    x_bytes = plan.sequence * held.kept_bytes_per_row[0]
+                    opened = min(part.recipe.kept_sequences, plan.tokens // plan.sequence) if level.any() else 0
+                    others_bytes = max(opened - 1, 0) * held.state_bytes[0]
+                    needed = held.memory_bytes[0] + opened * (kept_bytes + x_bytes) + others_bytes
+                    assert needed <= fleet.memory_bytes[device] * (1 + 1e-12)
                     if held.takes_sequences[0]:
                         assert sequences == pytest.approx(round(sequences))
                     busy_s = max(
@@ -147,6 +153,76 @@ def test_a_faster_rival_is_named_with_its_reason_and_never_chosen() -> None:
         assert rival.spares
     assert chosen.arrangement in ("columns", "grouped gemms")
     assert chosen.step_s == min(way.step_s for way in chosen.rivals if way.name == chosen.arrangement)
+
+
+def roomy() -> Profiles:
+    """Devices with memory for everything, whose compute limits activations."""
+    flops_per_s, rate, latency_s, memory_bytes = (np.full(12, x) for x in (1e11, 2e7, 0.002, 1e11))
+    return fleets.of(flops_per_s, rate, rate, latency_s, memory_bytes)
+
+
+def weighed(plan: ModelPlan, fleet: Profiles, kept_sequences: int, slots: float | None = None) -> Cover:
+    """A plan's columns, with other activations kept."""
+    sums = sum_up(sublayers_of(SHAPE), hidden=SHAPE.hidden, sequence=S, terms=lean_terms("bf16"))
+    chunk = plan.rounds[0].recipe.chunk
+    table = make_table(fleet, sums, plan.tokens, chunk, is_held=True, kept_sequences=kept_sequences)
+    assert (table.slots[table.keeps > 0] >= kept_sequences).all()
+    if slots is not None:
+        table = replace(table, slots=np.where(table.keeps > 0, slots, np.inf))
+    stages = covers_of(table, plan.stages)
+    assert stages is not None
+    return weigh(table, stages, Server())
+
+
+def test_devices_keep_activations_where_compute_limits_and_memory_has_room() -> None:
+    plan = planned(roomy(), 96)
+    check(plan, roomy())
+    kinds = [one.kind for one in sublayers_of(SHAPE)]
+    for column in plan.columns:
+        has_attention = "attention" in kinds[column.shard.first : column.shard.stop]
+        assert {holding.keeps for holding in column.holdings} == {"all" if has_attention else "nothing"}
+    assert plan.step_s < 0.9 * weighed(plan, roomy(), 0).seconds
+
+
+def test_a_device_whose_slots_are_full_waits_for_round_trips() -> None:
+    plan = planned(roomy(), 96)
+    most = max(holding.sequences for column in plan.columns for holding in column.holdings)
+    free, four, one = (weighed(plan, roomy(), 4, slots) for slots in (1e9, 4.0, 1.0))
+    assert free.seconds <= four.seconds < one.seconds
+    trips_s = one.activation_s + one.fill_s
+    assert trips_s >= most * one.fill_s
+    assert trips_s == pytest.approx(4 * (four.activation_s + four.fill_s)) or four.seconds == free.seconds
+
+
+def test_activations_are_not_kept_in_rounds_whose_weights_leave() -> None:
+    sums = sum_up(sublayers_of(SHAPE), hidden=SHAPE.hidden, sequence=S, terms=lean_terms("bf16"))
+    table = make_table(roomy(), sums, 16 * S, 64, is_held=False, kept_sequences=4)
+    assert not table.keeps.any()
+    fits_exactly(table)
+
+
+def fits_exactly(table: Table) -> None:
+    """As many sequences are open as there is memory for what attention keeps of each, and none more."""
+    states = table.of.state_bytes[:, None]
+    used = (table.of.memory_bytes[:, None] - states) + table.slots * states
+    has_state = table.of.takes_sequences
+    memory = table.profiles.memory_bytes
+    assert has_state.any()
+    assert (used[has_state] <= memory * (1 + 1e-12)).all()
+    assert ((used + states)[has_state] > memory * (1 - 1e-12)).all()
+
+
+def test_without_kept_activations_too_memory_limits_the_sequences_at_once() -> None:
+    plan = planned(roomy(), 96)
+    sums = sum_up(sublayers_of(SHAPE), hidden=SHAPE.hidden, sequence=S, terms=lean_terms("bf16"))
+    table = make_table(roomy(), sums, plan.tokens, plan.rounds[0].recipe.chunk, is_held=True)
+    fits_exactly(table)
+    stages = covers_of(table, plan.stages)
+    assert stages is not None
+    needed = max(float(table.of.memory_bytes[stage.kind]) for stage in stages)
+    cramped = replace(roomy(), memory_bytes=np.full(12, needed))
+    tight = make_table(cramped, sums, plan.tokens, plan.rounds[0].recipe.chunk, is_held=True)
+    assert weigh(tight, stages, Server()).seconds > weigh(table, stages, Server()).seconds
 
 
 def test_frozen_weights_do_not_travel_again() -> None:

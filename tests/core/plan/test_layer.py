@@ -16,7 +16,7 @@ from cleave.core.cost.rates import Server
 from cleave.core.cost.wire import DEVICE_BYTES, WireFormat
 from cleave.core.fleet.profiles import DeviceId, Floats, Ints, Profiles
 from cleave.core.model.gemms import Gemm, Linear, Role
-from cleave.core.plan.gemm.layer import Block, LinearPlan, fill, fit, least_linear_s, plan_linear
+from cleave.core.plan.gemm.layer import Block, LinearPlan, fill, fit, judge_linear, least_linear_s, plan_linear
 from cleave.errors import InfeasibleError
 
 QUICK = (Phase.explicit, Phase.reuse, Phase.generate)  # a fleet is (kind, count, seed): shrinking explains nothing
@@ -333,3 +333,38 @@ def test_blocks_of_logit_gradients_are_counted_in_16_bits_over_q8() -> None:
             expected += a_bytes * inner * rows + 1.0625 * (inner * cols + rows * cols)
     assert plan.moved_bytes == pytest.approx(expected)
     assert plan.total_s > plan_linear(fleet, LAYER, "q8").total_s
+
+
+@pytest.mark.parametrize(
+    ("way", "count", "links", "roles"),
+    [
+        ("rows", 4, 1e9, ROLES[0]),
+        ("rows", 4, 1e9, ("forward", "grad_input")),
+        ("rows", 4, 1e9, ("grad_weight",)),
+        ("blocks", 64, 3e6, ROLES[0]),
+        ("blocks", 64, 3e6, ("grad_weight",)),
+    ],
+)
+def test_a_plan_judged_by_other_rates_takes_what_a_new_one_of_the_same_blocks_would(
+    way: str, count: int, links: float, roles: tuple[Role, ...]
+) -> None:
+    linear, server = replace(LAYER, roles=roles), Server(task_s=1e-7, byte_s=1e-12)
+    profiles = alike(count, flops=1e11, down=links, up=links)
+    plan = plan_linear(profiles, linear, "bf16", server=server)
+    assert plan.way == way
+    assert judge_linear(plan, profiles, linear, "bf16", server) == plan
+    slow = replace(
+        profiles,
+        flops_per_s=profiles.flops_per_s / 2,
+        down_bytes_per_s=profiles.down_bytes_per_s / 2,
+        up_bytes_per_s=profiles.up_bytes_per_s / 2,
+        latency_s=profiles.latency_s * 2,
+    )
+    judged = judge_linear(plan, slow, linear, "bf16", server)
+    assert judged is not None
+    assert judged.blocks == plan.blocks
+    assert judged.seconds == pytest.approx({role: 2 * seconds for role, seconds in plan.seconds.items()})
+    assert judged.server_s == plan.server_s
+    used = {block.device for blocks in plan.blocks.values() for block in blocks}
+    gone = profiles.take(np.array([i for i, name in enumerate(profiles.names) if name != min(used)]))
+    assert judge_linear(plan, gone, linear, "bf16", server) is None

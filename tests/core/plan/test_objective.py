@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cleave.api.carbon import carbon_facts
 from cleave.api.planning import plan as make_plan
 from cleave.api.planning import sample_fleet
 from cleave.core.carbon.bill import fleet_power
@@ -24,6 +23,7 @@ from cleave.core.plan.resident.large_fleet import ModelPlan
 from cleave.core.plan.rivals.products import GROUPED
 from cleave.core.plan.step import StepChoice, StepPlan, choose_step, plan_step
 from cleave.core.plan.usage import plan_flops, use_of
+from cleave.facts.carbon import carbon_facts
 
 FACTS = carbon_facts()
 SHAPE: ModelShape = named("opt-125m")

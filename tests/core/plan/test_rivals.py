@@ -21,6 +21,7 @@ from cleave.core.model.shapes import ModelShape, from_config, named
 from cleave.core.plan.rivals.alone import alone
 from cleave.core.plan.rivals.case import Case, Rival
 from cleave.core.plan.rivals.pipeline import pipelines, weigh
+from cleave.core.plan.rivals.products import layer_groups
 from cleave.core.plan.rivals.reduction import reduced
 from cleave.core.plan.rivals.replicas import data_parallel
 from cleave.core.plan.rivals.sharded import fsdp
@@ -278,4 +279,5 @@ def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
 def test_rivals_send_sixteen_bits_whatever_wire_cleave_uses() -> None:
     ours = case(alike(4))
     for wire in WIRE_FORMATS:
-        assert pipelines(replace(ours, wire=wire)).step_s == pipelines(ours).step_s
+        for rival in (pipelines, data_parallel, fsdp, layer_groups):
+            assert rival(replace(ours, wire=wire)).step_s == rival(ours).step_s

@@ -18,7 +18,7 @@ from cleave.core.fleet.profiles import DeviceId, Profiles
 from cleave.core.model.keeping import KEEPINGS
 from cleave.core.model.sublayers import Sublayer, SublayerKind
 from cleave.core.plan.resident.problem import Leasing, Problem, pose
-from cleave.core.plan.resident.small_fleet import judge_again, plan_columns
+from cleave.core.plan.resident.small_fleet import judge_again, plan_columns, rehouse
 from cleave.core.plan.resident.stages import Draft, ResidentPlan, judge
 from cleave.errors import InfeasibleError, InputError
 
@@ -412,9 +412,62 @@ def test_where_memory_holds_activations_of_a_few_sequences_they_are_kept_a_few_a
     assert cramped.step_s == pytest.approx(roomy.step_s, rel=0.05)
 
 
+def test_a_plan_judged_again_on_the_same_fleet_takes_as_long_where_memory_is_short_too() -> None:
+    inside = {"attention": 2 * H, "mlp": 8 * H, "head": 0}
+    sublayers = tuple(replace(one, inside=inside[one.kind]) for one in model(8, vocabulary=1_000))
+    problem = posed(equal(1, memory=3.3e8), sublayers, 32)
+    plan = plan_columns(problem)
+    assert plan.kept_sequences < problem.kept_sequences
+    again = judge_again(problem, plan)
+    assert again is not None
+    assert again.step_s == plan.step_s
+    kept = plan_columns(problem, previous=plan)
+    assert kept.step_s == plan.step_s
+
+
 def test_gradients_go_up_after_all_rows_so_a_slow_uplink_gets_as_many_rows() -> None:
     fleet = equal(2, flops=1e9, link=1e9)
     uneven = replace(fleet, up_bytes_per_s=fleet.up_bytes_per_s * np.array([1.0, 0.01]))
     plan = judge(posed(uneven, model(1)), [Draft(0, 3, ((0, 1),))], S)
     assert plan is not None
     assert [holding.sequences for holding in plan.stages[0].columns[0].holdings] == [8, 8]
+
+
+def test_a_shard_that_lost_its_device_goes_where_a_step_takes_least_and_all_others_stay() -> None:
+    flops, links = np.array([1.0, 3.0, 2.0, 2.5, 0.5]) * 1e11, np.array([1.0, 1.0, 2.0, 1.0, 0.3]) * 3e6
+    whole = fleets.of(flops, 4 * links, links, np.full(5, 1e-3), np.full(5, 1e9))
+    stages = [Draft(0, 3, ((0,),)), Draft(3, 2, ((1,),)), Draft(5, 2, ((2,),))]
+    plan = judge(posed(whole, model(3), leasing=ADAM), stages, 64)
+    assert plan is not None
+    assert leased(plan) == [True] * 3
+    for gone in range(3):
+        rest = whole.take(np.array([device for device in range(5) if device != gone]))
+        problem = posed(rest, model(3), leasing=ADAM)
+        found = rehouse(problem, plan, ())
+        assert found is not None
+        assert found.chunk == plan.chunk
+        assert found.leased.keys() == plan.leased.keys()
+        for number, (shard, device) in enumerate(plan.leased.items()):
+            assert number == gone or found.leased[shard] == device
+        ways: list[ResidentPlan | None] = []
+        for device in range(len(rest)):
+            at = [[rest.names.index(d)] if d in rest.names else [device] for d in plan.leased.values()]
+            moved = [replace(stage, members=(tuple(one),)) for stage, one in zip(stages, at, strict=True)]
+            ways.append(judge(problem, moved, 64, is_played=True))
+        assert found.step_s == min(way.step_s for way in ways if way is not None)
+
+
+def test_shards_that_share_a_device_share_its_memory() -> None:
+    stages = [Draft(0, 2, ((0,),)), Draft(2, 3, ((0,),))]
+    sizes = shard_costs(posed(equal(1), model(2)).sums, *np.array([[0, 2], [2, 3], [1, 1]]), chunk=64).memory_bytes
+    for memory, fits in ((sizes.sum(), True), (sizes.sum() - 1, False)):
+        assert (judge(posed(equal(1, memory=memory), model(2)), stages, 64) is not None) == fits
+
+
+def test_a_standing_lease_outlives_a_device_of_the_plan() -> None:
+    problem = posed(equal(3, link=3e6), model(4), leasing=ADAM)
+    plan = judge(problem, [Draft(0, 4, ((0,),)), Draft(4, 5, ((1,),))], 64, is_played=True)
+    assert plan is not None
+    rest = posed(equal(3, link=3e6).take(np.array([1, 2])), model(4), leasing=ADAM)
+    found = plan_columns(rest, previous=plan)
+    assert list(found.leased.values()) == ["d2", "d1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import pytest
 from hypothesis import settings
@@ -236,3 +237,14 @@ def test_a_made_operand_is_dropped_when_it_is_released(is_running: bool) -> None
         assert memory.release([MADE.id]) == (MADE.id,)
     assert memory.used_bytes == 0
     assert memory.place(task(2, W)) == ()
+
+
+def test_an_operand_that_the_device_will_change_is_kept_even_if_it_was_sent_for_something_else() -> None:
+    memory = memory_of(10)
+    sent, other = Operand(id=OperandId(1), bytes=6), Operand(id=OperandId(2), bytes=6)
+    for number, operand in ((1, sent), (2, replace(sent, is_kept=True))):
+        one = task(number, operand)
+        assert memory.place(one) == ()
+        memory.unplace(one)
+    assert memory.place(task(3, other)) is None
+    assert OperandId(1) in memory

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cleave.core.fleet.profiles import MEASURED, Profiles
 from cleave.core.schedule.lateness import Elapsed
-from cleave.core.schedule.members import STAND_IN, Member, Observation, PastMembers, Rate, Roster
+from cleave.core.schedule.members import STAND_IN, FixedCost, Member, Observation, PastMembers, Rate, Roster
 from cleave.errors import FleetError
 
 NAMES = ["ann", "bob", "eve", "dan", "zoe"]
@@ -427,3 +427,32 @@ def test_a_download_that_began_before_any_task_does_not_change_a_rate() -> None:
     assert late.compute_s == pytest.approx(8.0), "a device that was late is not excused by what it claims"
     roster.observe(member.name, replace(seen, down_s=0.25).bounded(Elapsed(longest_s=0.5, late_s=0.0), 1e9), 1.0)
     assert member.down.value > 2 * before
+
+
+def quota_s(compute_s: float, quota_s: float, since_s: float, period_s: float = 0.1) -> float:
+    """Seconds of a task on a processor that may run for `quota_s` in every period, of which `since_s` is over."""
+    left_s = max(quota_s - since_s, 0.0)
+    if compute_s <= left_s:
+        return compute_s
+    periods, rest_s = divmod(compute_s - left_s, quota_s)
+    return period_s - since_s + periods * period_s + rest_s
+
+
+@pytest.mark.parametrize("fixed_s", [2e-3, 20e-3])
+def test_the_fixed_cost_of_a_task_is_learned_where_equal_tasks_take_equally_long(fixed_s: float) -> None:
+    cost, rng = FixedCost(), np.random.default_rng(0)
+    for number in range(64):
+        compute_s = (0.03, 0.06)[number % 2]
+        cost.add(compute_s * 1e9, (fixed_s + compute_s) * rng.uniform(0.98, 1.02))
+    assert cost.task_s == pytest.approx(fixed_s, rel=0.15, abs=1e-3)
+
+
+@pytest.mark.parametrize("compute_s", [5e-3, 15e-3, 30e-3, 60e-3])
+@pytest.mark.parametrize("quota", [0.01875, 0.0375])
+def test_a_quota_does_not_pass_for_a_fixed_cost(quota: float, compute_s: float) -> None:
+    """Its tasks end now early, now late in a period: a line through them would say up to 50 ms."""
+    cost, rng = FixedCost(), np.random.default_rng(0)
+    for number in range(64):
+        own_s = compute_s * (1 + number % 2)
+        cost.add(own_s * 1e9, quota_s(own_s, quota, rng.uniform(0, 0.1)))
+    assert cost.task_s < 5e-3

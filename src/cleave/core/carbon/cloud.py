@@ -23,7 +23,7 @@ CARDS: Final = ("A100 SXM4", "H100 SXM")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CloudCard:
-    """A datacentre GPU and the utilization that training reaches on it."""
+    """A datacenter GPU and the utilization that training reaches on it."""
 
     name: str
     peak_flops_per_s: float

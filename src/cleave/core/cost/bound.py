@@ -8,6 +8,7 @@ the area, so the largest devices come first: that is both the bound and the rule
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -19,6 +20,8 @@ from cleave.core.model.gemms import Gemm
 
 _TOLERANCE = 1e-6
 _NEVER_S = 1e12
+_Point = tuple[float, float]
+"""The logarithms of a time and of the share of the work that is done by then."""
 
 
 def bound_2d(unit: UnitCosts, gemm: Gemm, server: Server) -> float:
@@ -26,7 +29,9 @@ def bound_2d(unit: UnitCosts, gemm: Gemm, server: Server) -> float:
     target = float(gemm.m) * gemm.n
     ingress_s = target * unit.wire_bytes / server.up_bytes_per_s if len(unit) else 0.0
     if unit.remote.all():
-        return max(least_time(lambda t: _capped_area(unit, gemm, server, t), target), ingress_s)
+        return max(
+            least_time(lambda t: _capped_area(unit, gemm, server, t), target, after_s=_soonest_s(unit)), ingress_s
+        )
 
     def covered(t: float) -> float:  # the server's own part crosses no link
         own = area_within(unit, t, *_sides(gemm), gemm.k)[unit.remote == 0].sum()
@@ -41,7 +46,14 @@ def bound_3d(unit: UnitCosts, gemm: Gemm, server: Server, tolerance: float = _TO
     At most `tolerance` of it too low, never too high.
     """
     unit = unit.with_boundless_memory()
-    return least_time(lambda t: _capped_volume(unit, gemm, server, t), gemm.flops / 2, tolerance)
+    return least_time(
+        lambda t: _capped_volume(unit, gemm, server, t), gemm.flops / 2, tolerance, after_s=_soonest_s(unit)
+    )
+
+
+def is_bound_3d_within(unit: UnitCosts, gemm: Gemm, server: Server, deadline_s: float) -> bool:
+    """Whether `bound_3d` is at most the deadline, without searching for it."""
+    return _capped_volume(unit.with_boundless_memory(), gemm, server, deadline_s) >= gemm.flops / 2
 
 
 def holds_at_once(unit: UnitCosts, gemm: Gemm) -> bool:
@@ -73,6 +85,10 @@ def by_worth(unit: UnitCosts, gemm: Gemm, deadline_s: float) -> Ints:
     areas = area_within(unit, deadline_s, *_sides(gemm), gemm.k)
     order = np.lexsort((-areas, unit.remote))
     return order[areas[order] > 0]
+
+
+def _soonest_s(unit: UnitCosts) -> float:
+    return float(unit.latency_s.min()) if len(unit) else 0.0
 
 
 def volume_within(unit: UnitCosts, deadline_s: float, gemm: Gemm) -> Floats:
@@ -133,35 +149,57 @@ def _capped_volume(unit: UnitCosts, gemm: Gemm, server: Server, deadline_s: floa
     return total
 
 
-def least_time(work: Callable[[float], float], target: float, tolerance: float = _TOLERANCE) -> float:
-    """The least time at which an increasing `work` reaches the target: false position on the logarithms."""
+def least_time(
+    work: Callable[[float], float], target: float, tolerance: float = _TOLERANCE, *, after_s: float = 0.0
+) -> float:
+    """The least time at which an increasing `work` reaches the target; at most `tolerance` of it too low, never above.
+
+    Nothing is done before `after_s`, such as the least latency; from there on, work grows about as a power of time, so
+    logarithms are searched, by Chandrupatla's method: a parabola through three points where it is safe, else halving.
+    """
     if work(_NEVER_S) < target:
         return np.inf
 
-    def excess(log_t: float) -> float:
-        done = work(float(np.exp(log_t)))
-        return float(np.log(done / target)) if done > 0 else -np.inf
+    def point(log_t: float) -> _Point:
+        done = work(after_s + math.exp(log_t))
+        return log_t, math.log(done / target) if done > 0 else -math.inf
 
-    low, high = np.log(1e-3), np.log(4e-3)
-    at_low, at_high = excess(low), excess(high)
-    while at_high < 0:
-        low, at_low, high = high, at_high, high + np.log(4)
-        at_high = excess(high)
-    while at_low >= 0:
-        high, at_high, low = low, at_low, low - np.log(4)
-        at_low = excess(low)
-    turn = 0
-    while high - low > tolerance:
-        turn += 1
-        if np.isinf(at_low) or turn % 4 == 0:  # before the smallest latency, or at a kink: halve the bracket
-            guess = (low + high) / 2
+    low, high = point(math.log(1e-3)), point(math.log(4e-3))
+    while high[1] < 0:
+        low, high = high, point(high[0] + math.log(4))
+    while low[1] >= 0:
+        low, high = point(low[0] - math.log(4)), low
+    before = low
+    guess = (low[0] + high[0]) / 2
+    while True:
+        new = point(guess)
+        if new[1] < 0:
+            before, replaced, low, far = low, low, new, high
         else:
-            guess = high - at_high * (high - low) / (at_high - at_low)
-            nudge = tolerance / 3 if turn % 2 else -tolerance / 3  # so that either end can close in
-            guess = min(max(guess + nudge, low + tolerance / 3), high - tolerance / 3)
-        value = excess(guess)
-        if value >= 0:
-            high, at_high = guess, value
+            replaced, high, far = high, new, low
+        low_s, high_s = after_s + math.exp(low[0]), after_s + math.exp(high[0])
+        if high_s - low_s <= tolerance * low_s:
+            return low_s  # the side that is still a lower bound
+        if high[1] > 0:
+            guess = _parabola(new, far, replaced)
+        elif new is low and math.isfinite(before[1]):  # done in full, and no more than that: only the rise tells
+            guess = low[0] + (low[0] - before[0]) * low[1] / (before[1] - low[1])
         else:
-            low, at_low = guess, value
-    return float(np.exp(low))  # the side that is still a lower bound
+            guess = (low[0] + high[0]) / 2
+        least = tolerance / 2 * low_s / (high_s - low_s) * (high[0] - low[0])  # so that the far end comes in too
+        guess = min(max(guess, low[0] + least), high[0] - least)
+
+
+def _parabola(new: _Point, far: _Point, old: _Point) -> float:
+    """Where a parabola through three points, x as a function of y, is zero between the first two.
+
+    Their middle if it is not monotonic there, or a point is infinite.
+    """
+    (a, at_a), (b, at_b), (c, at_c) = new, far, old
+    if not (math.isfinite(at_a) and math.isfinite(at_b) and math.isfinite(at_c)) or at_c == at_b:
+        return (a + b) / 2
+    along, up = (a - b) / (c - b), (at_a - at_b) / (at_c - at_b)
+    if not 1 - math.sqrt(1 - along) < up < math.sqrt(along):
+        return (a + b) / 2
+    to_far = at_a / (at_b - at_a) * at_c / (at_b - at_c) * (b - a)
+    return a + to_far + (c - a) * at_a / (at_c - at_a) * at_b / (at_c - at_b)

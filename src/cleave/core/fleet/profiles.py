@@ -122,10 +122,12 @@ class Profiles:
         is_common = self.medium[0] and len(set(self.medium)) == 1
         return float(self.medium_bytes_per_s[0]) if is_common else inf
 
-    def take(self, indices: Ints) -> Profiles:
-        """Select devices by index, in the order given."""
+    def take(self, indices: Ints, names: tuple[str, ...] | None = None) -> Profiles:
+        """Select devices by index, in the order given; with new names, one may be taken several times."""
         chosen: list[int] = indices.tolist()
         texts = {column: tuple(getattr(self, column)[i] for i in chosen) for column in ("names", *_TEXTS)}
+        if names is not None:
+            texts["names"] = names
         return _from_columns({**texts, **{column: values[indices] for column, values in _numeric(self).items()}})
 
 

@@ -8,7 +8,7 @@ arguments give the same choice, in this process or another.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -19,10 +19,11 @@ from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import DeviceId, Profiles
 from cleave.core.model.decoder import Attention, Decoder
 from cleave.core.model.gemms import Linear, decoder_attention_flops, decoder_linears
+from cleave.core.model.shard import Shard
 from cleave.core.model.sublayers import sublayers
-from cleave.core.plan.gemm.layer import LinearPlan, least_linear_s, plan_linear
+from cleave.core.plan.gemm.layer import LinearPlan, judge_linear, least_linear_s, plan_linear
 from cleave.core.plan.resident.problem import Leasing, Problem, pose
-from cleave.core.plan.resident.small_fleet import judge_again, plan_columns
+from cleave.core.plan.resident.small_fleet import judge_again, plan_columns, rehouse
 from cleave.core.plan.resident.stages import ResidentPlan, Stage
 from cleave.errors import InfeasibleError
 
@@ -75,6 +76,18 @@ def choose_layer(linear: Linear, profiles: Profiles | None, setting: Setting, lo
         plan = plan_linear(profiles, linear, setting.wire, server=setting.server)
     except InfeasibleError as fault:
         return LayerChoice(plan=None, is_remote=not local.may_compute, reason=str(fault))
+    return _by_plan(plan, linear, local)
+
+
+def choose_layer_again(
+    linear: Linear, profiles: Profiles, setting: Setting, local: Local, plan: LinearPlan
+) -> LayerChoice | None:
+    """The same with a plan that is known, by the time it takes on other profiles; None if a device is gone."""
+    judged = judge_linear(plan, profiles, linear, setting.wire, setting.server)
+    return None if judged is None else _by_plan(judged, linear, local)
+
+
+def _by_plan(plan: LinearPlan, linear: Linear, local: Local) -> LayerChoice:
     local_s = linear.flops / local.flops_per_s
     is_remote = not local.may_compute or plan.total_s < local_s
     where = "go to devices" if is_remote else "stay on the server"
@@ -233,6 +246,16 @@ def plan_pass(
 def replan_pass(work: PassWork, profiles: Profiles, setting: Setting, plan: ResidentPlan) -> ResidentPlan | None:
     """The same arrangement with the time it takes on other profiles; None if a device is gone or too small."""
     return judge_again(_problem(work, profiles, setting), plan)
+
+
+def rehouse_pass(
+    work: PassWork, profiles: Profiles, setting: Setting, plan: ResidentPlan, shards: Collection[Shard]
+) -> ResidentPlan | None:
+    """The same stages with other devices, which keep what they train, for some shards; None if none can."""
+    found = rehouse(_problem(work, profiles, setting), plan, shards)
+    if found is None or found.leased.keys() != plan.leased.keys():
+        return None
+    return found
 
 
 def _problem(work: PassWork, profiles: Profiles, setting: Setting) -> Problem:

@@ -34,7 +34,7 @@ from cleave.errors import InfeasibleError
 
 StepGrain = Literal["gemm", "resident"]
 COLUMNS = "columns"
-_ABOVE_BOUND = 1.3
+_ABOVE_BOUND = 1.45
 """Seconds of columns over their fluid bound, at least."""
 ROLES: tuple[Role, ...] = ("forward", "grad_input", "grad_weight")
 

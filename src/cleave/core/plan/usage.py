@@ -29,17 +29,17 @@ from cleave.core.plan.step import StepChoice, StepPlan
 Plan = GemmPlan | StepPlan | StepChoice
 
 
-def plan_s(plan: Plan) -> float:
+def plan_s(plan: Plan | ModelPlan) -> float:
     """Seconds of a product, or of a step."""
     return plan.makespan_s if isinstance(plan, GemmPlan) else plan.step_s
 
 
-def plan_flops(plan: Plan) -> int:
+def plan_flops(plan: Plan | ModelPlan) -> int:
     """FLOPs of the model, without what devices compute twice."""
     return plan.gemm.flops if isinstance(plan, GemmPlan) else step_flops(plan.shape, plan.tokens, plan.sequence)
 
 
-def use_of(plan: Plan, profiles: Profiles) -> Use:
+def use_of(plan: Plan | ModelPlan, profiles: Profiles) -> Use:
     """What a plan takes of each device of a fleet; the plan may know a part of the fleet only."""
     match plan:
         case GemmPlan():
@@ -48,6 +48,8 @@ def use_of(plan: Plan, profiles: Profiles) -> Use:
             use = _products(plan, profiles)
         case StepChoice():
             use = _choice(plan, profiles)
+        case ModelPlan():
+            use = _columns(plan, profiles)
     return Use(busy_s=use.busy_s, down_bytes=use.down_bytes, up_bytes=use.up_bytes, wall_s=plan_s(plan))
 
 

@@ -99,6 +99,8 @@ class DeviceMemory:
                 absent.discard(id)
                 if operand.is_made or operand.is_kept:
                     self._made.add(id)
+            elif operand.is_kept:  # it was sent for other tasks before
+                self._made.add(id)
             held.move_to_end(id)
             pins[id] = pins.get(id, 0) + 1
         return evicted

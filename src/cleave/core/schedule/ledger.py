@@ -113,6 +113,11 @@ class Ledger:
         queue = self._queues.get(device)
         return queue is not None and queue.needs(operand)
 
+    def used_bytes(self, device: DeviceId) -> int:
+        """Memory that operands and expected results take on the device."""
+        queue = self._queues.get(device)
+        return 0 if queue is None else queue.memory.used_bytes
+
     def tasks(self, device: DeviceId) -> Collection[TaskId]:
         """Tasks the device was told to run, including cancelled ones."""
         queue = self._queues.get(device)

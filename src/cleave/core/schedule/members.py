@@ -39,7 +39,7 @@ _NEWCOMER_TIMES, _FIRST_FLOPS_PER_S = 4.0, 2.5e14
 """Most that is believed of a newcomer: a multiple of the fastest device at work, or of this if there is none."""
 _FIT_FADE, _FIT_LEAST, _FIT_SPREAD, _FIT_SHARE = 0.98, 8.0, 0.05, 0.9
 """Weight of the past per result, results and spread of sizes that a fit needs, and most of a task that is fixed."""
-_USUAL_TASK_S = 2e-3
+_USUAL_TASK_S, _USUAL_SPREAD_S = 2e-3, 3e-3
 _MOST_OPERATIONS, _MOST_TASK_S = 1e18, 1e5  # of a plausible task
 _MOST_STALLS = 3
 _LEAST_WORK = 0.1  # of a task's time that counts as work, whatever its fixed cost
@@ -85,11 +85,13 @@ class Rate:
 class FixedCost:
     """Seconds that a task takes whatever its size, from a line through what tasks of different sizes took.
 
-    Decaying sums of a least-squares fit of seconds over operations; the usual until sizes differ enough.
+    Decaying sums of a least-squares fit of seconds over operations; the usual until sizes differ enough. Where tasks of
+    one size take now longer, now shorter, as on a processor with a quota, the line says little about a task without
+    any operations: the fit then counts as much as its variance allows beside that of the usual.
     """
 
     def __init__(self) -> None:
-        self._count = self._x = self._y = self._xx = self._xy = 0.0
+        self._count = self._x = self._y = self._xx = self._xy = self._yy = 0.0
         self.task_s = _USUAL_TASK_S
 
     def add(self, operations: float, seconds: float) -> None:
@@ -99,10 +101,15 @@ class FixedCost:
             setattr(self, name, getattr(self, name) * _FIT_FADE + new)
         self._xx = self._xx * _FIT_FADE + operations * operations
         self._xy = self._xy * _FIT_FADE + operations * seconds
+        self._yy = self._yy * _FIT_FADE + seconds * seconds
         spread = self._count * self._xx - self._x * self._x
         if self._count < _FIT_LEAST or spread < _FIT_SPREAD * self._x * self._x:
             return
         fixed_s = (self._xx * self._y - self._x * self._xy) / spread
+        slope = (self._count * self._xy - self._x * self._y) / spread
+        left = max(self._yy - fixed_s * self._y - slope * self._xy, 0.0) / (self._count - 2)
+        trust = _USUAL_SPREAD_S**2 / (_USUAL_SPREAD_S**2 + left * self._xx / spread)
+        fixed_s = _USUAL_TASK_S + trust * (fixed_s - _USUAL_TASK_S)
         self.task_s = min(max(fixed_s, 0.0), _FIT_SHARE * self._y / self._count)
 
 
@@ -179,6 +186,10 @@ class Member:
     """Consecutive results that were not asked for."""
     has_helped: bool = False
     """Whether the device returned a correct result during this connection."""
+    is_measured: bool = False
+    """Whether its speed is known from work during this connection, not only from its claims."""
+    is_tried: bool = False
+    """Whether it was given work only to measure it."""
     stalls: int = 0
     """Times that the others had to do without what the device owed; every _CLEARED_BY tasks clear one."""
     was_bad: bool = False
@@ -347,6 +358,7 @@ class Roster:
         member.up.add(seen.up_bytes, seen.up_s)
         member.up_bytes += seen.payload_bytes
         member.compute_s += seen.compute_s
+        member.is_measured |= seen.flops > 0
         self._table.prove(name)
         self.measured(name)
 

@@ -59,6 +59,8 @@ _ZERO: Final[Floats] = np.zeros(())
 _BAND_ELEMENTS: Final = 1 << 17
 """Elements that stay in cache from one pass to the next."""
 _BAND_ROWS: Final = 256
+_FEW_GROUPS, _UNPACKED = 8, 1 << 18
+"""Groups for which bands pay, and multiply-adds of a band: OpenBLAS reads small products without packing them."""
 _SIGMAS: Final = 8.0
 """Uniform rounding errors exceed this many standard deviations once in 4e13 tests."""
 
@@ -235,7 +237,7 @@ def _glance(c: Matrix, terms: Sequence[Term], format: WireFormat, left: int, gro
         sizes *= _least_steps(r, shared.group)[:, None]
     lower_bound = np.zeros_like(error)
     for rows, projection in terms:
-        projected = (rows.matrix @ projection.s[groups].T).T
+        projected = _multiplied(rows.matrix, projection.s[groups]).T
         error -= projected
         lengths = projection.sights[groups, None].astype(np.float32)
         np.abs(projected, out=projected)
@@ -383,6 +385,18 @@ def recheck(c: Matrix, terms: Sequence[tuple[Matrix, Matrix]], rows: Ints, forma
     return rows[~(right | unknown).all(axis=1)]
 
 
+def _multiplied(matrix: Matrix, s: Matrix) -> Matrix:
+    """Multiply rows by those of s, [rows, G]: a few at a time, in bands for which BLAS does not pack what it reads."""
+    groups, inner = s.shape
+    if groups > _FEW_GROUPS or matrix.strides[1] != matrix.itemsize:
+        return matrix @ s.T
+    out = np.empty((len(matrix), groups), dtype=np.float32)
+    height = max(1, _UNPACKED // (groups * inner))
+    for top in range(0, len(matrix), height):
+        np.matmul(matrix[top : top + height], s.T, out=out[top : top + height])
+    return out
+
+
 def _fold(matrix: Matrix, r: Matrix, group: int, norms: Norms) -> tuple[Matrix, Reals]:
     """Multiply groups of each row by those of r; also return the groups' norms, if wanted; both [G, rows]."""
     rows, cols = matrix.shape
@@ -393,14 +407,18 @@ def _fold(matrix: Matrix, r: Matrix, group: int, norms: Norms) -> tuple[Matrix, 
         if start == stop:
             continue
         parts = matrix[:, start:stop].reshape(rows, -1, width).transpose(1, 0, 2)
-        weights = r[start:stop].reshape(-1, width, 1)
+        weights = r[start:stop].reshape(-1, width)
         at = slice(start // group, -(-stop // group))
         squares = np.empty((0, 0) if norms == "none" else parts.shape[:2], dtype=np.float32)
-        height = max(1, _BAND_ELEMENTS // (stop - start)) if parts.strides[2] == parts.itemsize else rows
+        is_by_rows = parts.strides[2] == parts.itemsize
+        height = max(1, _BAND_ELEMENTS // (stop - start)) if is_by_rows else rows
         with np.errstate(over="ignore", invalid="ignore"):
             for top in range(0, rows, height):
                 band = parts[:, top : top + height]
-                np.matmul(band, weights, out=dots[at, top : top + height, None])
+                if is_by_rows:  # some two times as fast as the product, which suits columns
+                    dots[at, top : top + height] = np.einsum("gij,gj->gi", band, weights)
+                else:
+                    np.matmul(band, weights[:, :, None], out=dots[at, top : top + height, None])
                 if norms != "none":
                     squares[:, top : top + height] = np.einsum("gij,gij->gi", band, band)  # slower with out=
         if norms == "exact":

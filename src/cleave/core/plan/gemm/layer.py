@@ -17,6 +17,7 @@ Plans depend on sizes and profiles only, so equal layers share one and a row alw
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
@@ -110,6 +111,42 @@ def plan_linear(
     if search and server.task_s + server.byte_s > 0:
         profiles = _worthwhile(profiles, linear, wire, server)
     return _faster_way(profiles, linear, wire, server, search=search)
+
+
+def judge_linear(
+    plan: LinearPlan, profiles: Profiles, linear: Linear, wire: WireFormat, server: Server
+) -> LinearPlan | None:
+    """The same blocks with the time they take on other profiles; None if one of their devices is gone."""
+    place = {name: i for i, name in enumerate(profiles.names)}
+    if not all(block.device in place for blocks in plan.blocks.values() for block in blocks):
+        return None
+    if plan.way == "rows":
+        role = linear.roles[0]
+        spans = [block.inner if role == "grad_weight" else block.rows for block in plan.blocks[role]]
+        used = np.array([place[block.device] for block in plan.blocks[role]])
+        unit = unit_costs(profiles, wire, Server()).take(used)
+        seconds = _rows_s(unit, linear, wire, np.array([end - start for start, end in spans]))
+    else:
+        seconds = {role: _blocks_s(plan.blocks[role], role, place, profiles, linear, wire) for role in linear.roles}
+    return replace(plan, seconds=seconds).charged(server)
+
+
+def _blocks_s(
+    blocks: tuple[Block, ...],
+    role: Role,
+    place: Mapping[str, int],
+    profiles: Profiles,
+    linear: Linear,
+    wire: WireFormat,
+) -> float:
+    """Seconds until all blocks of a product are back, each device taking its own in turn."""
+    devices = np.array([place[block.device] for block in blocks])
+    sides = [
+        np.array([end - start for start, end in spans], dtype=np.float64)
+        for spans in zip(*((block.rows, block.cols, block.inner) for block in blocks), strict=True)
+    ]
+    unit = unit_costs(profiles, wire, Server(), _a_wire(role, linear, wire)).take(devices)
+    return float(np.bincount(devices, finish_s(unit, *sides)).max())
 
 
 def least_linear_s(profiles: Profiles, linear: Linear, wire: WireFormat) -> float:
@@ -214,16 +251,24 @@ def _by_rows(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPlan
         }
         for role in roles:
             blocks[role].append(cuts[role])
-    taken = {role: fixed[role] + shares * per_row[role] for role in roles}
-    if roles[0] != "grad_weight":  # W arrives strip by strip with the rows, overlapping with compute
-        wide, inner = (n, k) if roles[0] == "forward" else (k, n)
-        taken[roles[0]] = finish_s(unit, shares.astype(np.float64), np.full(len(unit), float(wide)), float(inner))
     return LinearPlan(
         way="rows",
         blocks={role: tuple(cut) for role, cut in blocks.items()},
-        seconds={role: float(taken[role][used].max()) for role in roles},
+        seconds=_rows_s(unit.take(used), linear, wire, shares[used]),
         moved_bytes=sum(layer_bytes(linear, len(used), wire)),
     )
+
+
+def _rows_s(unit: UnitCosts, linear: Linear, wire: WireFormat, shares: Ints) -> dict[Role, float]:
+    """Seconds of each product of a layer cut by rows, with so many rows on each device."""
+    k, n = linear.in_width, linear.out_width
+    per_row, fixed = row_costs_s(unit, k, n, _dy_cost(linear, wire))
+    taken = {role: fixed[role] + shares * per_row[role] for role in linear.roles}
+    first = linear.roles[0]
+    if first != "grad_weight":  # W arrives strip by strip with the rows, overlapping with compute
+        wide, inner = (n, k) if first == "forward" else (k, n)
+        taken[first] = finish_s(unit, shares.astype(np.float64), np.full(len(unit), float(wide)), float(inner))
+    return {role: float(taken[role].max()) for role in linear.roles}
 
 
 def fill(rows: int, fixed_s: Floats, row_s: Floats, most: Floats) -> Ints | None:
@@ -265,7 +310,7 @@ def _by_blocks(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPl
     seconds: dict[Role, float] = {}
     moved_bytes = 0.0
     for role, gemm in linear.gemms.items():
-        a_wire = wire if role == "forward" else dy_format(linear.is_head, wire)
+        a_wire = _a_wire(role, linear, wire)
         plan = plan_gemm(scaled, gemm, wire=wire, a_wire=a_wire)
         tiling = plan.tiling
         order = np.argsort(tiling.round, kind="stable")
@@ -278,6 +323,11 @@ def _by_blocks(profiles: Profiles, linear: Linear, wire: WireFormat) -> LinearPl
         seconds[role] = plan.makespan_s
         moved_bytes += sum(_moved_bytes(block, WIRE_BYTES[a_wire], WIRE_BYTES[wire]) for block in blocks[role])
     return LinearPlan(way="blocks", blocks=blocks, seconds=seconds, moved_bytes=moved_bytes)
+
+
+def _a_wire(role: Role, linear: Linear, wire: WireFormat) -> WireFormat:
+    """Format in which the first operand travels: X forward, dY else."""
+    return wire if role == "forward" else dy_format(linear.is_head, wire)
 
 
 def _moved_bytes(block: Block, a_bytes: float, other_bytes: float) -> float:

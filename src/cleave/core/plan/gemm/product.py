@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from cleave.core.cost.bound import bound_2d, bound_3d, by_worth, holds_at_once
+from cleave.core.cost.bound import bound_2d, bound_3d, by_worth, holds_at_once, is_bound_3d_within
 from cleave.core.cost.gemm import Limit, UnitCosts, finish_s, limiting, rows_that_fit, unit_costs
 from cleave.core.cost.rates import Server
 from cleave.core.cost.wire import PLAN_WIRE, WireFormat
@@ -88,12 +88,14 @@ def plan_gemm(
     best: _Candidate | None = None
     if split != "3d":
         best = _in_rounds(unit, gemm, server, "2d", bound_2d(unit, gemm, server))
-    if split == "3d" or (split == "auto" and gemm.k > 1):
-        bound = bound_3d(unit, gemm, server)
-        if split == "3d" or best is None or bound < best.makespan_s * _WORTH_TRYING:
-            slabs = _in_rounds(unit, gemm, server, "3d", bound)
-            if slabs and (best is None or slabs.makespan_s < best.makespan_s):
-                best = slabs
+    if split == "3d" or (
+        split == "auto"
+        and gemm.k > 1
+        and (best is None or is_bound_3d_within(unit, gemm, server, best.makespan_s * _WORTH_TRYING))
+    ):
+        slabs = _in_rounds(unit, gemm, server, "3d", bound_3d(unit, gemm, server))
+        if slabs and (best is None or slabs.makespan_s < best.makespan_s):
+            best = slabs
     if best is None:
         raise InfeasibleError(
             f"no plan fits gemm {gemm.m} x {gemm.n} x {gemm.k}: with {profiles.memory_bytes.max():.0f} bytes on the "

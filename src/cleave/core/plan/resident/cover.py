@@ -17,6 +17,7 @@ import numpy as np
 from cleave.core.cost.rates import Server
 from cleave.core.cost.resident import ShardCosts, SublayerSums, compute_s_per_row, shard_costs
 from cleave.core.fleet.profiles import Bools, Floats, Ints, Profiles
+from cleave.core.plan.resident.pace import most_kept
 from cleave.core.plan.resident.stages import ColumnLimit
 
 SLICES = (2, 3, 4, 6, 8, 10, 16, 20, 32, 40)
@@ -24,6 +25,8 @@ _COUNTS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128,
 _BUCKETS = 6
 """Later columns have more time to synchronize, in this many levels."""
 _PREFERENCE = 1.001
+_Run = tuple[int, int, int]
+"""First sublayer, count, slices."""
 _USABLE = 0.9
 """Usable share of the time that late columns are idle while the pipeline fills and drains."""
 
@@ -43,6 +46,8 @@ class Recipe:
     """sort devices by rows x weights, or by the weights that suit them best"""
     slack_s: float = 0.0
     """extra time for the last columns to synchronize, as they start after the first ones and finish before them"""
+    kept_sequences: int = 0
+    """devices keep the activations of open sequences for backward if they have room for so many; 0: none keeps any"""
 
 
 class Group(NamedTuple):
@@ -72,6 +77,8 @@ class Cover:
     down_bytes: float
     up_bytes: float
     limit: ColumnLimit
+    keeps: Ints
+    """[kind, device]: index into KEEPINGS"""
 
     @property
     def seconds(self) -> float:
@@ -105,6 +112,12 @@ class Table:
     """[kind, device]: seconds of compute per row"""
     times: int
     """how often weights are sent per step"""
+    kept_sequences: int
+    """as in the recipe"""
+    slots: Floats
+    """[kind, device]: sequences that a device can have open at once, with the activations it keeps of them, if any"""
+    keeps: Ints
+    """[kind, device]: index into KEEPINGS"""
 
     def kind(self, first: int, count: int, slices: int) -> int:
         """Kind of one of the columns a cover may use."""
@@ -119,46 +132,44 @@ def make_table(
     chunk: int,
     *,
     is_held: bool,
+    kept_sequences: int = 0,
     only: Collection[tuple[int, int, int]] | None = None,
 ) -> Table:
     """With `is_held`, weights stay on devices from forward to backward; otherwise they and every x are sent twice.
 
-    `only` limits the table to columns of these first sublayers, counts and slices, where those are known.
+    `kept_sequences` is as in a recipe; of weights that do not stay, nothing is kept. `only` limits the table to columns
+    of these first sublayers, counts and slices, where those are known.
     """
     length = len(sums)
     counts = sorted({count for count in (*_COUNTS, length) if count <= length} | {count for _, count, _ in only or ()})
-    kinds: dict[tuple[float, ...], int] = {}
-    runs: list[tuple[int, int, int]] = []
-
-    def kind(first: int, count: int, slices: int) -> int:
-        traits = (*sums.traits(*np.array([[first], [count]])).ravel().tolist(), slices)
-        if traits not in kinds:
-            kinds[traits] = len(runs)
-            runs.append((first, count, slices))
-        return kinds[traits]
-
-    whole = tuple(
-        tuple(
-            (count, kind(first, count, 1))
+    lengths = [
+        [
+            (first, count, 1)
             for count in counts
             if first + count <= length and (only is None or (first, count, 1) in only)
-        )
+        ]
         for first in range(length)
-    )
-    sliced = tuple(
-        tuple(
-            (slices, kind(first, 1, slices))
+    ]
+    parts = [
+        [
+            (first, 1, slices)
             for slices in (SLICES if only is None else sorted({slices for _, _, slices in only if slices > 1}))
             if sums.sublayers[first].allows(slices) and (only is None or (first, 1, slices) in only)
-        )
+        ]
         for first in range(length)
-    )
+    ]
+    runs, kinds = _kinds(sums, [run for of_one in (*lengths, *parts) for run in of_one])
+    whole = tuple(tuple((run[1], kinds[run]) for run in of_one) for of_one in lengths)
+    sliced = tuple(tuple((run[2], kinds[run]) for run in of_one) for of_one in parts)
     first, count, slices = np.array(runs, dtype=np.int64).T
     of = shard_costs(sums, first, count, slices, chunk=chunk)
     down, up = profiles.down_bytes_per_s, profiles.up_bytes_per_s
     free = profiles.memory_bytes - of.memory_bytes[:, None]
-    kept = np.maximum(free, 0.0) / of.kept_bytes_per_row[:, None] if is_held else 0.0
-    compute_s = compute_s_per_row(of, profiles, chunk, sums.terms)
+    kept_sequences = min(kept_sequences, rows // sums.sequence) if is_held and sums.is_trained else 0
+    keeps, slots = _keeps(of, free, kept_sequences, sums.sequence)
+    # a device keeps x where it keeps anything, else as many as fit
+    kept = np.where(keeps > 0, rows, np.maximum(free, 0.0) / of.kept_bytes_per_row[:, None]) if is_held else 0.0
+    compute_s = compute_s_per_row(of, profiles, chunk, sums.terms, keeps)
     row_s = np.maximum(of.up_bytes_per_row[:, None] / up, compute_s)
     times = 1 if is_held else 2
     return Table(
@@ -173,10 +184,40 @@ def make_table(
         down_s=(of.down_bytes_per_row + of.again_bytes_per_row)[:, None] / down,
         gained_s=kept * of.again_bytes_per_row[:, None] / down,
         fits=free >= 0,
-        sync_s=np.maximum(sums.terms.gradient_bytes / up, times * sums.terms.weight_bytes / down),
+        sync_s=sums.terms.gradient_bytes / up + times * sums.terms.weight_bytes / down,  # before rows, and after them
         compute_s=compute_s,
         times=times,
+        kept_sequences=kept_sequences,
+        slots=slots,
+        keeps=keeps,
     )
+
+
+def _kinds(sums: SublayerSums, runs: list[_Run]) -> tuple[list[_Run], dict[_Run, int]]:
+    """The first run of each kind, and the kind of each run: those of one kind cost the same, as layers repeat."""
+    first, count, slices = np.array(runs, dtype=np.int64).T
+    traits: list[list[float]] = np.vstack([sums.traits(first, count), slices]).T.tolist()
+    numbers: dict[tuple[float, ...], int] = {}
+    kinds = {
+        run: numbers.setdefault(tuple(its_traits), len(numbers)) for run, its_traits in zip(runs, traits, strict=True)
+    }
+    firsts: dict[int, _Run] = {}
+    for run, kind in kinds.items():
+        firsts.setdefault(kind, run)
+    return list(firsts.values()), kinds
+
+
+def _keeps(of: ShardCosts, free: Floats, sequences: int, sequence: int) -> tuple[Ints, Floats]:
+    """[kind, device]: what devices keep if they can do so for that many sequences, and for how many they can."""
+    states = of.state_bytes[:, None]
+    bare = 1 + np.floor(free / np.maximum(states, 1.0))
+    if not sequences:
+        return np.zeros(free.shape, dtype=np.int64), bare
+    x_bytes = sequence * of.kept_bytes_per_row[:, None]
+    each = np.full((len(of), 1), float(sequences))
+    keeps, kept_bytes = most_kept(of, free, each, (sequences - 1) * states + sequences * x_bytes)
+    slots = np.floor((free + states) / (states + x_bytes + kept_bytes / sequences))
+    return keeps, np.where(keeps > 0, slots, bare)
 
 
 def cover(table: Table, recipe: Recipe, seconds: float) -> tuple[StageCover, ...] | None:
@@ -194,7 +235,7 @@ def cover(table: Table, recipe: Recipe, seconds: float) -> tuple[StageCover, ...
         if used > most:
             return used
         found = sums(kind, sublayer)
-        return int(np.searchsorted(found, float(found[used]) + goal))
+        return int(found.searchsorted(float(found[used]) + goal))
 
     length, most = len(table.sums), len(order)
     nobody = most + 1
@@ -207,6 +248,8 @@ def cover(table: Table, recipe: Recipe, seconds: float) -> tuple[StageCover, ...
             until = first + count
             if count < recipe.least_count and until < length:
                 continue
+            if needed[until] <= used + 1:  # a column takes one more device at least
+                continue
             after = reach(kind, used, first)
             if after < needed[until]:
                 needed[until], choice[until] = after, (first, kind, 1)
@@ -214,12 +257,13 @@ def cover(table: Table, recipe: Recipe, seconds: float) -> tuple[StageCover, ...
             continue
         for slices, kind in table.sliced[first]:
             after = used
-            for _ in range(slices):
-                after = reach(kind, after, first)
-                if after >= needed[first + 1]:
+            for left in range(slices, 0, -1):
+                if after + left >= needed[first + 1]:  # each slice takes one more device at least
                     break
+                after = reach(kind, after, first)
             else:
-                needed[first + 1], choice[first + 1] = after, (first, kind, slices)
+                if after < needed[first + 1]:
+                    needed[first + 1], choice[first + 1] = after, (first, kind, slices)
     if needed[length] >= nobody:
         return None
     return _traced(table, order, choice, needed, sums, reach)
@@ -248,16 +292,19 @@ def _sorted(table: Table, recipe: Recipe, rows: Floats, sync_s: float) -> Ints:
 
 def _row_sums(table: Table, recipe: Recipe, rows: Floats, order: Ints, sync_s: float) -> Callable[[int, int], Floats]:
     """(kind, sublayer) -> rows that the first 0, 1, 2, ... devices can take in a column of that kind there."""
-    sums: dict[tuple[int, int], Floats] = {}
     length, number_s = len(table.sums), table.sync_s[order]
+    buckets = [_BUCKETS * sublayer // length for sublayer in range(length)]
+    sums: list[dict[int, Floats]] = [{} for _ in range(_BUCKETS)]
 
     def found(kind: int, sublayer: int) -> Floats:
-        bucket = _BUCKETS * sublayer // length
-        if (kind, bucket) not in sums:
+        bucket = buckets[sublayer] if recipe.slack_s else 0
+        known = sums[bucket].get(kind)
+        if known is None:
             within_s = sync_s + recipe.slack_s * bucket / _BUCKETS
-            taken = np.where(number_s * table.of.trained[kind] <= within_s, rows[kind], 0.0)
-            sums[kind, bucket] = np.concatenate([[0.0], np.cumsum(taken)])
-        return sums[kind, bucket]
+            known = np.zeros(rows.shape[1] + 1)
+            np.where(number_s * table.of.trained[kind] <= within_s, rows[kind], 0.0).cumsum(out=known[1:])
+            sums[bucket][kind] = known
+        return known
 
     return found
 
@@ -315,6 +362,7 @@ def weigh(table: Table, stages: tuple[StageCover, ...], server: Server) -> Cover
     activation_s = sync_s = fill_s = 0.0
     down = up = sync_down = sync_up = 0.0
     spent_s: dict[ColumnLimit, float] = {"up": 0.0, "down": 0.0, "compute": 0.0}
+    sequence, longest_hop_s, at_once = table.sums.sequence, 0.0, float(table.rows)
     for stage in stages:
         kind, hop_s, number_s = stage.kind, 0.0, 0.0
         for devices, rows in stage.groups:
@@ -324,6 +372,8 @@ def weigh(table: Table, stages: tuple[StageCover, ...], server: Server) -> Cover
             activation_s = max(activation_s, float(busy_s.max()))
             chunk_s = table.chunk * (link_s[devices] + table.compute_s[kind, devices])
             hop_s = max(hop_s, float((chunk_s + 2 * profiles.latency_s[devices]) @ rows) / table.rows)
+            longest_hop_s = max(longest_hop_s, hop_s)
+            at_once = min(at_once, float(np.minimum(table.slots[kind, devices], rows / sequence).sum()))
             number_s = max(number_s, float(table.sync_s[devices].max()))
             kept = table.gained_s[kind, devices] * profiles.down_bytes_per_s[devices] / of.again_bytes_per_row[kind]
             again = np.maximum(rows - kept, 0.0).sum() * of.again_bytes_per_row[kind]
@@ -337,16 +387,21 @@ def weigh(table: Table, stages: tuple[StageCover, ...], server: Server) -> Cover
         sync_s = max(sync_s, number_s * float(of.trained[kind]) - _USABLE * fill_s)
         fill_s += hop_s
     flowing_s = max(down / server.down_bytes_per_s, up / server.up_bytes_per_s) - fill_s
+    journey_s = fill_s + (-(-sequence // table.chunk) - 1) * longest_hop_s
+    in_turn_s = journey_s * table.rows / sequence / at_once - fill_s
     renewing_s = max(sync_down / server.down_bytes_per_s, sync_up / server.up_bytes_per_s)
     limit: ColumnLimit = max(spent_s, key=lambda name: spent_s[name])
     if fill_s > activation_s + sync_s:
         limit = "latency"
+    if in_turn_s > max(activation_s, flowing_s):
+        limit = "memory"
     return Cover(
         stages=stages,
-        activation_s=max(activation_s, flowing_s),
+        activation_s=max(activation_s, flowing_s, in_turn_s),
         synchronisation_s=max(sync_s, renewing_s),
         fill_s=fill_s,
         down_bytes=down + sync_down,
         up_bytes=up + sync_up,
-        limit="server" if flowing_s > activation_s or renewing_s > sync_s else limit,
+        limit="server" if flowing_s > max(activation_s, in_turn_s) or renewing_s > sync_s else limit,
+        keeps=table.keeps,
     )

@@ -18,7 +18,8 @@ from cleave.core.cost.rates import Server
 from cleave.core.cost.resident import SublayerSums, sum_up
 from cleave.core.cost.terms import lean_terms
 from cleave.core.cost.wire import PLAN_WIRE, WireFormat
-from cleave.core.fleet.profiles import DeviceId, Profiles
+from cleave.core.fleet.profiles import DeviceId, Ints, Profiles
+from cleave.core.model.keeping import KEEPINGS
 from cleave.core.model.shapes import ModelShape
 from cleave.core.model.shard import Shard
 from cleave.core.model.sublayers import sublayers_of
@@ -148,7 +149,7 @@ def plan_resident(
             return plan_resident(given, shape, tokens, sequence=sequence, wire=wire, server=server)
         raise InfeasibleError(_why_not(profiles, whole))
     best = min(found, key=lambda parts: sum(part.cover.seconds for part in parts))
-    bound_s = area_bound_s(profiles, whole, tokens, is_held=len(best) == 1)
+    bound_s = best[0].bound_s if len(best) == 1 else area_bound_s(profiles, whole, tokens, is_held=False)
     return ModelPlan(
         shape=shape,
         tokens=tokens,
@@ -167,6 +168,7 @@ class _Part(NamedTuple):
     """its first sublayer, in the whole stack"""
     recipe: Recipe
     cover: Cover
+    bound_s: float
 
 
 def _rounds(profiles: Profiles, whole: SublayerSums) -> list[int]:
@@ -188,7 +190,7 @@ def _in_rounds(
     """Plan every round of the stack; equal ones only once."""
     layers = len(whole) // 2
     cuts = [2 * (number * layers // rounds) for number in range(rounds)] + [len(whole)]
-    plans: dict[tuple[object, ...], Found | None] = {}
+    plans: dict[tuple[object, ...], tuple[Found | None, float]] = {}
     found: list[_Part] = []
     for number, (first, until) in enumerate(pairwise(cuts)):
         sublayers = whole.sublayers[first:until]
@@ -196,11 +198,12 @@ def _in_rounds(
             part = sum_up(sublayers, hidden=whole.hidden, sequence=whole.sequence, terms=whole.terms)
             search = Search(profiles, part, tokens, server, is_held=rounds == 1)
             before = previous.rounds[number] if previous else None
-            plans[sublayers] = search.repeated(before.recipe, before.plan.stages) if before else search.best()
-        plan = plans[sublayers]
+            plan = search.repeated(before.recipe, before.plan.stages) if before else search.best()
+            plans[sublayers] = plan, search.bound_s
+        plan, bound_s = plans[sublayers]
         if plan is None:
             return None
-        found.append(_Part(first, plan.recipe, plan.cover))
+        found.append(_Part(first, plan.recipe, plan.cover, bound_s))
     return tuple(found)
 
 
@@ -211,7 +214,7 @@ def _described(found: _Part, sequence: int, names: tuple[str, ...]) -> Round:
     cover = found.cover
     return Round(
         plan=ResidentPlan(
-            stages=tuple(_stage(one, found.first, sequence, names) for one in cover.stages),
+            stages=tuple(_stage(one, cover.keeps[one.kind], found.first, sequence, names) for one in cover.stages),
             chunk=found.recipe.chunk,
             busiest_s=cover.activation_s + cover.synchronisation_s,
             fill_s=cover.fill_s,
@@ -224,11 +227,15 @@ def _described(found: _Part, sequence: int, names: tuple[str, ...]) -> Round:
     )
 
 
-def _stage(of: StageCover, offset: int, sequence: int, names: tuple[str, ...]) -> Stage:
+def _stage(of: StageCover, keeps: Ints, offset: int, sequence: int, names: tuple[str, ...]) -> Stage:
     def held(group: Group) -> tuple[Holding, ...]:
         numbers: list[int] = group.devices.tolist()
         sequences: list[float] = (group.rows / sequence).tolist()
-        return tuple(Holding(DeviceId(names[n]), share) for n, share in zip(numbers, sequences, strict=True))
+        levels: list[int] = keeps[group.devices].tolist()
+        return tuple(
+            Holding(DeviceId(names[number]), share, KEEPINGS[level])
+            for number, share, level in zip(numbers, sequences, levels, strict=True)
+        )
 
     return Stage(
         columns=tuple(

@@ -139,17 +139,24 @@ def _most_steps(problem: Problem, of: ShardCosts) -> Floats:
 def _keeps(problem: Problem, of: ShardCosts, free: Floats, mates: Ints) -> tuple[Ints, Floats]:
     """What each device keeps in each column, and the bytes of that: what spares most beside its sequences and their x.
 
-    Only shards with attention have a state to keep it in, and only in training with the loss on devices does backward
-    follow forward at once.
+    Only in training with the loss on devices does backward follow forward at once.
     """
     if not problem.kept_sequences or problem.sums.sublayers[-1].kind != "head" or not problem.sums.is_trained:
         return np.zeros(free.shape, dtype=np.int64), np.zeros(free.shape)
     share = np.minimum(np.ceil(_LARGEST_SHARE * problem.sequences / mates), problem.sequences)[:, None]
     sequences = np.minimum(share, problem.kept_sequences)
-    kept = sequences * of.kept_bytes
     x_bytes = share * problem.sums.sequence * of.kept_bytes_per_row[:, None]  # what is not kept is sent again
-    needed = kept + (sequences - 1) * of.state_bytes[:, None] + x_bytes
-    fits = (free[:, :, None] >= needed[:, None]) & of.takes_sequences[:, None, None]
+    return most_kept(of, free, sequences, (sequences - 1) * of.state_bytes[:, None] + x_bytes)
+
+
+def most_kept(of: ShardCosts, free: Floats, sequences: Floats, beside: Floats) -> tuple[Ints, Floats]:
+    """[shard, device]: the keeping of so many open sequences that spares most, and its bytes.
+
+    Memory has to hold `beside` too; only shards with attention have a state to keep activations in. `sequences` and
+    `beside` have a row per shard.
+    """
+    kept = sequences * of.kept_bytes
+    fits = (free[:, :, None] >= (kept + beside)[:, None]) & of.takes_sequences[:, None, None]
     keeps = np.where(fits, of.spared_flops_per_row[:, None], 0.0).argmax(axis=2)
     return keeps, np.take_along_axis(kept, keeps, axis=1)
 

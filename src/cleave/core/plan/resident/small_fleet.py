@@ -3,21 +3,23 @@
 `arrangements` proposes, for every number of stages and devices, the cut whose busiest column finishes first. Each is
 judged as a whole (fill, server, medium), so that data parallel, a pipeline, slices and everything in between compete on
 equal terms, leased or synchronized. The best are played through (`timeline`) with chunks of every size, and the
-winner's stages are moved while that helps. Devices keep what they hold unless another arrangement is clearly faster.
-Knows neither shapes nor sockets.
+winner's stages are moved while that helps. Devices keep what they hold unless another arrangement is clearly faster,
+what must be moved for it included (`moves`). Knows neither shapes nor sockets.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
 import numpy as np
 
 from cleave.core.cost.resident import shard_costs
+from cleave.core.model.shard import Shard
 from cleave.core.plan.resident.arrangements import Arrangements, arrangements
+from cleave.core.plan.resident.moves import cost_s
 from cleave.core.plan.resident.problem import Problem
 from cleave.core.plan.resident.search import Search
 from cleave.core.plan.resident.stages import Draft, ResidentPlan, drafts, is_cramped, judge
@@ -26,16 +28,17 @@ from cleave.errors import InfeasibleError, InputError
 
 CHUNKS = (16, 32, 64, 128, 256)
 
-_WORTH_MOVING = 0.7  # another arrangement must take less than this share: rates fluctuate, and weights must be sent
-_WORTH_LEASING = 0.95  # only optimizer states must be sent
+_WORTH_CHANGING = 0.8  # another arrangement must take less than this share, its move included: rates fluctuate
+_WORTH_LEASING = 0.95  # the same if it begins leases
 _FINALISTS = 5
 _MOST_UNITS = 20_000  # in one timeline: half a second
+_MOST_CANDIDATES = 16  # to take over a shard
 _MOST_MOVES = 60  # arrangements tried beside the best one found
 _MOVED_UNITS = 100_000  # in their timelines together
 _HOPELESS = 1.3  # the formula is seldom that much above the timeline
 _REFINED = 2  # of the arrangements that were played
 _MANY = 24  # beyond this many devices the dynamic program would take seconds
-KEPT_SEQUENCES = (4, 2, 0)  # where memory is short: activations of few sequences at once, or of none
+_KEPT_SEQUENCES = (4, 2, 0)  # where memory is short: activations of few sequences at once, or of none
 _USUAL_CHUNKS = 64, 256  # what suits a device depends on them
 _LIKELY_CHUNKS = 3
 
@@ -43,7 +46,7 @@ _LIKELY_CHUNKS = 3
 def plan_columns(
     problem: Problem, *, chunks: Sequence[int] = CHUNKS, previous: ResidentPlan | None = None
 ) -> ResidentPlan:
-    """The fastest arrangement found; or `previous`, if it still fits and the new one saves less than 30%.
+    """The fastest arrangement found; or `previous`, if it still fits and the new one saves too little.
 
     Each device is in at most one column, and in none if it would only slow the step down.
     """
@@ -51,34 +54,98 @@ def plan_columns(
         raise InputError(f"expected chunks of 1 token or more, got {tuple(chunks)}; change them")
     sizes = sorted({min(chunk, problem.sums.sequence) for chunk in chunks})
     standing = _standing(problem, previous)
-    if standing is not None:
-        found = _best(problem, sizes, is_thorough=False)
-        if found is None or found.step_s > standing.step_s * _WORTH_MOVING:
-            return standing
+    if previous is not None and standing is not None:
+        for is_thorough in (False, True):
+            found = _best(problem, sizes, is_thorough=is_thorough)
+            if found is None or not _is_worth_it(problem, previous, standing, found):
+                return standing
+        return found
     best = _best(problem, sizes, is_thorough=True)
     if best is None:
         raise InfeasibleError(_why_not(problem, sizes[0]))
     return best
 
 
+def _is_worth_it(problem: Problem, previous: ResidentPlan, standing: ResidentPlan, found: ResidentPlan) -> bool:
+    """Whether to leave what `previous` arranged for another plan; where leases only begin, nothing is given up."""
+    share = _WORTH_LEASING if found.has_leases and not previous.has_leases else _WORTH_CHANGING
+    return cost_s(problem, previous, found) < cost_s(problem, previous, standing) * share
+
+
 def judge_again(problem: Problem, plan: ResidentPlan) -> ResidentPlan | None:
     """The same arrangement with the time it takes on this fleet; None if a device is gone or too small."""
     stages = _drafted(problem, plan)
-    return None if stages is None else _played(problem, stages, min(plan.chunk, problem.sums.sequence))
+    return None if stages is None else _played_again(problem, plan, stages)
+
+
+def rehouse(problem: Problem, plan: ResidentPlan, shards: Collection[Shard]) -> ResidentPlan | None:
+    """The same stages with other devices for some shards, each the one with which a step takes least; None if none can.
+
+    A device that holds another shard may keep both, if that is faster than one that holds nothing. What has lost all
+    its devices is placed anew as well.
+    """
+    names, chunk = problem.profiles.names, min(plan.chunk, problem.sums.sequence)
+    places = {name: number for number, name in enumerate(names)}
+    columns = [column for stage in plan.stages for column in stage.columns]
+    present = [[places[one.device] for one in column.holdings if one.device in places] for column in columns]
+    homeless = [n for n, column in enumerate(columns) if column.shard in shards or not present[n]]
+    homeless.sort(key=lambda number: -columns[number].shard.count)
+    members = [() if n in homeless else tuple(devices) for n, devices in enumerate(present)]
+    busy = np.isin(np.arange(len(names)), [device for group in members for device in group])
+    candidates = np.lexsort((-problem.profiles.flops_per_s, busy))[:_MOST_CANDIDATES].tolist()
+    for place, number in enumerate(homeless):
+        members[number] = (candidates[place % len(candidates)],)
+    best: ResidentPlan | None = None
+    for number in homeless:
+        best, chosen = None, members[number]
+        for device in candidates:
+            members[number] = (device,)
+            within_s = inf if best is None else best.step_s
+            found = _played(problem, _peopled(plan, members), chunk, within_s)
+            if found is not None and (best is None or found.step_s < best.step_s):
+                best, chosen = found, members[number]
+        members[number] = chosen
+    return best if homeless else _played(problem, _peopled(plan, members), chunk)
+
+
+def _peopled(plan: ResidentPlan, members: Sequence[tuple[int, ...]]) -> list[Draft]:
+    """The stages of a plan, leased as there, with other devices."""
+    remaining = iter(members)
+    return [
+        Draft(stage.first, stage.count, tuple(next(remaining) for _ in stage.columns), stage.columns[0].is_leased)
+        for stage in plan.stages
+    ]
 
 
 def _standing(problem: Problem, previous: ResidentPlan | None) -> ResidentPlan | None:
-    """The previous arrangement on this fleet, with more of its columns leased if that pays: no weights need move."""
-    stages = None if previous is None else _drafted(problem, previous)
-    if previous is None or stages is None:
+    """The previous arrangement on this fleet, with more of its columns leased if that pays: no weights need move.
+
+    What devices kept that are gone goes to others, so that those that are here may go on with theirs.
+    """
+    if previous is None or sum(stage.count for stage in previous.stages) != len(problem.sums):
         return None
-    chunk = min(previous.chunk, problem.sums.sequence)
+    stages = _drafted(problem, previous)
+    if stages is None:
+        return rehouse(problem, previous, ()) if previous.has_leases and problem.leasing is not None else None
     standing, leased = (
-        _played(problem, one, chunk) for one in (stages, [replace(stage, may_lease=True) for stage in stages])
+        _played_again(problem, previous, one) for one in (stages, [replace(stage, may_lease=True) for stage in stages])
     )
-    if standing is None or (leased is not None and leased.step_s < standing.step_s * _WORTH_LEASING):
+    if standing is None or leased is None:
+        return leased or standing
+    if cost_s(problem, previous, leased) < cost_s(problem, previous, standing) * _WORTH_LEASING:
         return leased
     return standing
+
+
+def _played_again(problem: Problem, plan: ResidentPlan, stages: Sequence[Draft]) -> ResidentPlan | None:
+    """Play stages in a plan's chunks; devices keep as many sequences as in the plan, or as the problem asks."""
+    chunk = min(plan.chunk, problem.sums.sequence)
+    found = [
+        played
+        for kept in {plan.kept_sequences, problem.kept_sequences}
+        if (played := _played(replace(problem, kept_sequences=kept), stages, chunk)) is not None
+    ]
+    return min(found, key=_step_s, default=None)
 
 
 def _drafted(problem: Problem, plan: ResidentPlan) -> list[Draft] | None:
@@ -110,7 +177,7 @@ def _best(problem: Problem, chunks: Sequence[int], *, is_thorough: bool) -> Resi
         within_s = inf if best is None else best.step_s
         found = _searched(way, chunks, within_s, is_thorough=is_thorough)
         if found and is_cramped(way, _free(way, found[0]), found[0].chunk):
-            for kept in KEPT_SEQUENCES:
+            for kept in _KEPT_SEQUENCES:
                 within_s = min((plan.step_s for plan in found), default=within_s)
                 less = replace(way, kept_sequences=kept)
                 found += _searched(less, chunks, within_s, is_thorough=is_thorough)
@@ -142,7 +209,7 @@ def _best_of_few(problem: Problem, chunks: Sequence[int], within_s: float, *, is
         ]
         if finalists:
             simple = [plan for stages in _simple(problem) if (plan := judge(problem, stages, sizes[0])) is not None]
-            different = {plan.arrangement[1]: plan for plan in (*finalists, *simple)}
+            different = {plan.holders: plan for plan in (*finalists, *simple)}
             return _best_played(problem, list(different.values()), chunks, within_s)
     return []
 

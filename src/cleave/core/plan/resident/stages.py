@@ -28,7 +28,7 @@ from cleave.core.fleet.profiles import DeviceId, Floats, Ints
 from cleave.core.model.keeping import KEEPINGS, Keeping
 from cleave.core.model.shard import Shard
 from cleave.core.plan.resident.pace import Paces, paces, share_rows
-from cleave.core.plan.resident.problem import Problem
+from cleave.core.plan.resident.problem import MANY_OPEN, Problem
 from cleave.core.plan.resident.timeline import PLAYED_SEQUENCES, Post, Seating, Station, play
 from cleave.core.plan.resident.timeline import Shared as SharedByAll
 
@@ -56,6 +56,9 @@ class Column(NamedTuple):
     """its only holder keeps what it trains, with the optimizer state, and applies the update itself"""
     snapshot_every: int = 0
     """steps between two snapshots, if it is leased"""
+
+
+Holders = tuple[tuple[tuple[Shard, tuple[DeviceId, ...], bool], ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,19 +103,36 @@ class ResidentPlan:
     limit: ColumnLimit
     log_bytes: float = 0.0
     """inputs and output gradients that the server keeps between two snapshots of leased columns"""
+    kept_sequences: int = MANY_OPEN
+    """as in the problem it was judged on"""
 
     @property
     def step_s(self) -> float:
         return self.busiest_s + self.fill_s
 
     @property
+    def has_leases(self) -> bool:
+        return any(column.is_leased for stage in self.stages for column in stage.columns)
+
+    @property
     def devices(self) -> frozenset[DeviceId]:
         return frozenset(device for stage in self.stages for device in stage.devices)
 
     @property
-    def arrangement(self) -> tuple[int, tuple[tuple[tuple[Shard, tuple[DeviceId, ...], bool], ...], ...]]:
+    def leased(self) -> dict[Shard, DeviceId]:
+        """Leased shards, and who keeps each."""
+        columns = (column for stage in self.stages for column in stage.columns)
+        return {column.shard: column.holdings[0].device for column in columns if column.is_leased}
+
+    @property
+    def arrangement(self) -> tuple[int, Holders]:
         """Chunk, holders of every shard and leases: equal for plans that differ only in their predictions."""
-        return self.chunk, tuple(
+        return self.chunk, self.holders
+
+    @property
+    def holders(self) -> Holders:
+        """Devices of every shard, and whether it is leased: while they stay the same, nothing has to move."""
+        return tuple(
             tuple(
                 (column.shard, tuple(holding.device for holding in column.holdings), column.is_leased)
                 for column in stage.columns
@@ -166,9 +186,17 @@ def judge(
     return best
 
 
+def _overloads(problem: Problem, shared: _Shared) -> bool:
+    """Whether a device that is in several columns lacks the memory for all of them together."""
+    held = (shared.rows > 0) * (shared.of.memory_bytes[:, None] + shared.pace.leases.memory_bytes)
+    return bool((held.sum(axis=0) > problem.profiles.memory_bytes).any())
+
+
 def _judged(
     problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk: int, is_played: bool, within_s: float
 ) -> ResidentPlan | None:
+    if _overloads(problem, shared):
+        return None
     hops = _hops(problem, shared, chunk)
     limit, busiest_s = _limit(problem, shared, hops, chunk)
     if is_played:
@@ -200,6 +228,7 @@ def _judged(
         up_bytes=float(shared.up.sum()),
         limit="latency" if hops.waiting_s > busiest_s else limit,
         log_bytes=float(leases.every.max(axis=1) @ shared.of.down_bytes_per_row) * problem.rows,
+        kept_sequences=problem.kept_sequences,
     )
 
 
@@ -304,7 +333,7 @@ def _limit(problem: Problem, shared: _Shared, hops: _Hops, chunk: int) -> tuple[
         "compute": float(shared.compute_s[busiest].sum()),
     }
     whole_s: dict[ColumnLimit, float] = {
-        max(parts_s, key=lambda name: parts_s[name]): float(shared.ends_s[busiest]),
+        max(parts_s, key=lambda name: parts_s[name]): float((shared.ends_s @ (shared.rows > 0)).max()),
         "server": max(
             down_bytes / problem.server.down_bytes_per_s,
             up_bytes / problem.server.up_bytes_per_s,

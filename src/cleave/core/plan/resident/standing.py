@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate, count
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -101,7 +101,15 @@ class StandingColumns:
     def on(self, profiles: Profiles) -> StandingColumns:
         """The same columns and rows on devices of other rates."""
         tables = tuple(
-            make_table(profiles, table.sums, table.rows, table.chunk, is_held=table.times == 1, only=_runs(stages))
+            make_table(
+                profiles,
+                table.sums,
+                table.rows,
+                table.chunk,
+                is_held=table.times == 1,
+                kept_sequences=table.kept_sequences,
+                only=_runs(stages),
+            )
             for table, stages in self._parts()
         )
         rounds = tuple(
@@ -110,9 +118,12 @@ class StandingColumns:
         )
         return StandingColumns(tables=tables, rounds=rounds, server=self.server)
 
-    def seated(self, newcomer: int, lost: Collection[int]) -> StandingColumns | None:
-        """Give a device a seat in a column that lost one, numbered through all rounds; None if it fits none of them."""
-        if newcomer in self.devices:
+    def seat(self, newcomer: int, lost: Collection[int]) -> int | None:
+        """The column that needs a device most, of those that lost one and fit it; None if it has a seat or fits none.
+
+        Columns are numbered through all rounds.
+        """
+        if len(self.columns_of(newcomer)):
             return None
         best: tuple[float, int] | None = None
         for number, (table, kind, group) in enumerate(self._groups()):
@@ -120,27 +131,28 @@ class StandingColumns:
                 busy_s = float((table.row_s[kind, group.devices] * group.rows).max())
                 if best is None or busy_s > best[0]:
                     best = busy_s, number
-        return None if best is None else self._regrouped(best[1], newcomer)
+        return None if best is None else best[1]
 
-    def _regrouped(self, chosen: int, newcomer: int) -> StandingColumns:
-        numbers, rounds = count(), list[tuple[StageCover, ...]]()
+    def seated(self, newcomer: int, column: int) -> StandingColumns:
+        """The same columns with another device in one of them."""
+        left, rounds = column, list[tuple[StageCover, ...]]()
         for table, stages in self._parts():
-            found: list[StageCover] = []
-            for stage in stages:
-                groups: list[Group] = []
-                for devices, rows in stage.groups:
-                    group = Group(devices, rows)
-                    if next(numbers) == chosen:
-                        members = np.append(devices, newcomer)
-                        group = share_by_pace(table, stage.kind, members, 1 / table.row_s[stage.kind, members])
-                    groups.append(group)
-                found.append(replace(stage, groups=tuple(groups)))
+            found = list(stages)
+            for place, stage in enumerate(stages):
+                if 0 <= left < len(stage.groups):
+                    members = np.append(stage.groups[left].devices, newcomer)
+                    group = share_by_pace(table, stage.kind, members, 1 / table.row_s[stage.kind, members])
+                    groups = (*stage.groups[:left], group, *stage.groups[left + 1 :])
+                    found[place] = replace(stage, groups=groups)
+                left -= len(stage.groups)
             rounds.append(tuple(found))
         return StandingColumns(tables=self.tables, rounds=tuple(rounds), server=self.server)
 
     def columns_of(self, device: int) -> list[int]:
         """Numbers of the columns that a device shares in."""
-        return [number for number, (_, _, group) in enumerate(self._groups()) if device in group.devices]
+        devices = [group.devices for _, _, group in self._groups()]
+        until = np.cumsum([len(one) for one in devices])
+        return np.searchsorted(until, np.flatnonzero(np.concatenate(devices) == device), side="right").tolist()
 
     def measured(self) -> StandingColumns:
         """The same columns with rows shared by the true speed of their devices, as once the server has measured it."""
@@ -185,7 +197,15 @@ def standing(plan: ModelPlan, profiles: Profiles, server: Server) -> StandingCol
         runs = [(draft.first - first, draft.count, len(draft.members)) for draft in drafted]
         sums = sum_up(sublayers[first:until], hidden=plan.shape.hidden, sequence=plan.sequence, terms=terms)
         is_held = len(plan.rounds) == 1
-        table = make_table(profiles, sums, plan.tokens, part.plan.chunk, is_held=is_held, only=set(runs))
+        table = make_table(
+            profiles,
+            sums,
+            plan.tokens,
+            part.plan.chunk,
+            is_held=is_held,
+            kept_sequences=part.recipe.kept_sequences,
+            only=set(runs),
+        )
         tables.append(table)
         rounds.append(
             tuple(

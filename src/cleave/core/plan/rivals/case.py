@@ -22,6 +22,8 @@ from cleave.core.fleet.profiles import Floats, Profiles
 from cleave.core.model.shapes import ModelShape
 from cleave.core.model.sublayers import Sublayer, sublayers_of
 
+RIVAL_WIRE: WireFormat = "bf16"
+"""Rivals send 16-bit numbers, whatever wire Cleave uses: none of them has fewer."""
 WEIGHT_BYTES = 2
 """A weight at work, in 16 bits."""
 TRAINED_BYTES = 14
@@ -32,10 +34,6 @@ LAYER_NUMBERS_BYTES = 34
 arXiv:2205.05198), without its term for attention scores, which fused attention does not keep."""
 LOGIT_BYTES = 4
 """A logit and its gradient, in 16 bits."""
-
-
-KEPT = "; activations are kept, not computed again"
-"""What a rival spares where memory allows; with many devices, Cleave computes them again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +63,7 @@ class Case:
 
     @property
     def terms(self) -> Terms:
-        """Rivals send 16-bit numbers, whatever wire Cleave uses."""
-        return lean_terms("bf16")
+        return lean_terms(RIVAL_WIRE)
 
     @property
     def sequences(self) -> float:

@@ -26,7 +26,7 @@ from math import inf
 import numpy as np
 
 from cleave.core.fleet.profiles import Floats
-from cleave.core.plan.rivals.case import KEPT, Case, Rival, plural, too_small
+from cleave.core.plan.rivals.case import Case, Rival, plural, too_small
 from cleave.core.plan.rivals.reduction import MANNERS, reduced
 from cleave.core.plan.rivals.stages import Limits, Placement, Stages
 
@@ -56,18 +56,55 @@ class Flow:
     """a micro-batch in the busiest stage or link forward, plus the same backward"""
     reduction_s: float
     manner: str
+    moved_bytes: Floats
+    """per device, both ways together, each of which has half"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arranged:
+    """Pipelines with their devices, and what a step takes."""
+
+    stages: Stages
+    placed: Placement
+    pipelines: int
+    flow: Flow
+
+    @property
+    def spares(self) -> str:
+        """What it does not pay for and Cleave does."""
+        if self.pipelines == 1:
+            return "neither weights nor gradients cross links"
+        return f"gradients are reduced among {self.pipelines} replicas, and weights cross no link"
+
+    def in_words(self, sequences: float) -> str:
+        held = self.placed.layers[self.placed.layers > 0]
+        fewest, most = round(held.min()) if len(held) else 0, round(held.max()) if len(held) else 0
+        layers = plural(most, "layer") if fewest == most else f"{fewest} to {most} layers"
+        about = "" if self.pipelines == 1 else "about "
+        stages = plural(len(self.placed.devices) / self.pipelines, "stage")
+        return (
+            f"{plural(self.pipelines, 'pipeline')} of {about}{stages} with {layers}, "
+            f"{sequences / self.pipelines:,.0f} micro-batches"
+            + (", recomputing activations" if self.stages.recompute else "")
+            + (f", gradients reduced {self.flow.manner}" if self.pipelines > 1 else "")
+        )
+
+
+def arranged(case: Case) -> Arranged | None:
+    """The fastest arrangement found; None if none fits."""
+    searches = [_Search(case, recompute=recompute) for recompute in (False, True)]
+    return min(searches, key=lambda search: search.step_s).best
 
 
 def pipelines(case: Case) -> Rival:
-    """The fastest arrangement found, or why none fits."""
-    searches = [_Search(case, recompute=recompute) for recompute in (False, True)]
-    found = min(searches, key=lambda search: search.step_s)
-    if found.step_s == inf:
-        return Rival(name=PIPELINES, step_s=inf, arrangement=_why_not(case))
+    """The fastest arrangement found in words, or why none fits."""
+    found = arranged(case)
+    if found is None:
+        return Rival(name=PIPELINES, step_s=inf, arrangement=why_not(case))
     return Rival(
         name=PIPELINES,
-        step_s=found.step_s,
-        arrangement=found.arrangement,
+        step_s=found.flow.step_s,
+        arrangement=found.in_words(case.sequences),
         spares=found.spares,
     )
 
@@ -111,6 +148,7 @@ def weigh(case: Case, stages: Stages, placed: Placement, pipelines: int) -> Flow
         busiest_s=float(busiest_s),
         reduction_s=reduction_s,
         manner=MANNERS[bool(reduction.is_ring)],
+        moved_bytes=moved,
     )
 
 
@@ -127,7 +165,8 @@ class _Search:
     def __init__(self, case: Case, *, recompute: bool) -> None:
         self._case, self._stages = case, Stages(case, case.sequence, recompute=recompute)
         self._is_small = len(case.profiles) <= _SMALL
-        self.step_s, self.pipelines, self.arrangement = inf, 0, ""
+        self.step_s = inf
+        self.best: Arranged | None = None
         stages = self._stages
         longest = case.shape.layers * stages.backward_s + stages.head_backward_s
         self._longest_s = float(max(longest.max(), stages.send_s.max(), stages.receive_s.max()))
@@ -178,30 +217,12 @@ class _Search:
                 if placed is not None:
                     self._keep(count, _trimmed(placed, self._stages, count * self._case.shape.layers, count))
 
-    @property
-    def spares(self) -> str:
-        moved = (
-            "neither weights nor gradients cross links"
-            if self.pipelines == 1
-            else f"gradients are reduced among {self.pipelines} replicas, and weights cross no link"
-        )
-        return moved if self._stages.recompute else moved + KEPT
-
     def _keep(self, count: int, placed: Placement) -> None:
         flow = weigh(self._case, self._stages, placed, count)
         if flow.step_s >= self.step_s:
             return
-        self.step_s, self.pipelines = flow.step_s, count
-        held = placed.layers[placed.layers > 0]
-        fewest, most = round(held.min()) if len(held) else 0, round(held.max()) if len(held) else 0
-        layers = plural(most, "layer") if fewest == most else f"{fewest} to {most} layers"
-        about = "" if count == 1 else "about "
-        self.arrangement = (
-            f"{plural(count, 'pipeline')} of {about}{plural(len(placed.devices) / count, 'stage')} with {layers}, "
-            f"{self._case.sequences / count:,.0f} micro-batches"
-            + (", recomputing activations" if self._stages.recompute else "")
-            + (f", gradients reduced {flow.manner}" if count > 1 else "")
-        )
+        self.step_s = flow.step_s
+        self.best = Arranged(stages=self._stages, placed=placed, pipelines=count, flow=flow)
 
 
 def _limits(forward_s: float, skew: float, reduction_s: float) -> Limits:
@@ -239,7 +260,7 @@ def _trimmed(placed: Placement, stages: Stages, total: int, pipelines: int) -> P
     )
 
 
-def _why_not(case: Case) -> str:
+def why_not(case: Case) -> str:
     if len(case.profiles) < 2:
         return "takes two devices at least"
     stages = Stages(case, case.sequence, recompute=True)

@@ -17,7 +17,7 @@ from cleave.core.carbon.energy import Use
 from cleave.core.cost.bound import bound_2d, bound_3d, least_time, volume_within
 from cleave.core.cost.gemm import UnitCosts, best_inner, unit_costs
 from cleave.core.model.gemms import Gemm, step_gemms
-from cleave.core.plan.rivals.case import Case, Rival, plural
+from cleave.core.plan.rivals.case import RIVAL_WIRE, Case, Rival, plural
 
 GROUPED = "grouped gemms"
 _GROUPS = (4, 16, 64)
@@ -59,7 +59,11 @@ def grouped_gemms(case: Case) -> Rival:
 
 
 def layer_groups(case: Case) -> Rival:
-    """The fleet in groups, each with its own layers and 3D gemms inside; a fluid estimate without fill or borders."""
+    """The fleet in groups, each with its own layers and 3D gemms inside; a fluid estimate without fill or borders.
+
+    As of any rival, its numbers have 16 bits.
+    """
+    case = replace(case, wire=RIVAL_WIRE)
     best_s, best_groups = inf, 1
     attention_s = attention_by_heads_s(case)
     for groups in sorted({min(groups, case.shape.layers) for groups in _GROUPS}):

@@ -17,7 +17,7 @@ from math import inf
 import numpy as np
 
 from cleave.core.cost.resident import effective_flops_per_s
-from cleave.core.plan.rivals.case import KEPT, Case, Rival, too_small
+from cleave.core.plan.rivals.case import Case, Rival, too_small
 from cleave.core.plan.rivals.reduction import MANNERS, byte_s, reduced
 
 REPLICAS = "data parallel"
@@ -59,6 +59,5 @@ def _replicas(case: Case, *, recompute: bool) -> Rival | None:
         name=REPLICAS,
         step_s=max(float(step_s[pick]), case.medium_s(moved)),
         arrangement=f"{pick + 2} devices with the whole model, gradients reduced {MANNERS[reducing.is_ring[pick]]}",
-        spares="no activations cross links, and gradients are reduced while backward runs"
-        + ("" if recompute else KEPT),
+        spares="no activations cross links, and gradients are reduced while backward runs",
     )

@@ -21,7 +21,7 @@ import numpy as np
 from cleave.core.cost.resident import effective_flops_per_s
 from cleave.core.cost.terms import RUNTIME_BYTES
 from cleave.core.fleet.profiles import Ints
-from cleave.core.plan.rivals.case import KEPT, WEIGHT_BYTES, Case, Rival, plural, too_small
+from cleave.core.plan.rivals.case import WEIGHT_BYTES, Case, Rival, plural, too_small
 from cleave.core.plan.rivals.reduction import byte_s
 
 SHARDED = "FSDP"
@@ -93,5 +93,5 @@ def _sharded(case: Case, used: int, *, recompute: bool) -> Rival | None:
         name=SHARDED,
         step_s=max(around * float(link_s[order[-1]]), computing_s, case.medium_s(moved)),
         arrangement=f"{plural(used, 'device')} with a share of the model each, gathered layer by layer{often}",
-        spares="no activations cross links" + ("" if recompute else KEPT),
+        spares="no activations cross links",
     )

@@ -66,11 +66,12 @@ class Stages:
         self._trained = {"table": case.table.trained, "head": case.head.trained, "both": tied, "neither": 0.0}
         ends = case.whole.state_bytes - case.shape.layers * case.layer.state_bytes
         logits = case.logit_bytes(rows)
+        self._head_bytes, self._both_bytes = case.head.state_bytes + logits, ends + logits
         self._room = {
             "neither": self._rooms(0.0),
             "table": self._rooms(case.table.state_bytes),
-            "head": self._rooms(case.head.state_bytes + logits),
-            "both": self._rooms(ends + logits),
+            "head": self._rooms(self._head_bytes),
+            "both": self._rooms(self._both_bytes),
         }
 
     def stage_bytes(self, layers: float) -> float:
@@ -81,6 +82,12 @@ class Stages:
         """
         flying = max(layers, self._case.shape.layers / 2)
         return RUNTIME_BYTES + layers * self._case.layer.state_bytes + self._kept(flying)
+
+    def held_bytes(self, placed: Placement) -> Floats:
+        """Memory per stage, ends of the model included."""
+        ends = placed.has_table * self._case.table.state_bytes + placed.has_head * self._head_bytes
+        ends[placed.is_whole] = self._both_bytes
+        return np.array([self.stage_bytes(layers) for layers in placed.layers.tolist()]) + ends
 
     def _kept(self, layers: float) -> float:
         return self._case.activation_bytes(layers, self.rows, recompute=self.recompute)
