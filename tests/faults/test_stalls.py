@@ -256,6 +256,21 @@ def test_a_server_that_was_stopped_keeps_its_devices() -> None:
     virtually(main())
 
 
+def test_a_newcomer_has_as_long_to_answer_as_any_other_device() -> None:
+    """What it did not say before it was asked does not count as silence."""
+
+    async def main() -> None:
+        world = World()
+        for name, silent_s in (("ann", 0.0), ("bob", 15.0), ("eve", math.inf)):
+            newcomer = await world.join(name)
+            newcomer.channel._silent_until_s = world.loop.time() + silent_s
+        await asyncio.sleep(60.0)
+        assert world.departures() == {"eve": "silent for 12 s"}
+        await world.close()
+
+    virtually(main())
+
+
 @pytest.mark.parametrize("rate", [1e3, 1e16])
 def test_plans_can_be_made_with_a_device_at_either_end_of_what_is_believed(rate: float) -> None:
     async def main() -> None:

@@ -227,6 +227,46 @@ def test_large_fleets_are_planned_in_another_process_with_the_same_result() -> N
     assert there == here
 
 
+def test_plans_of_products_stand_until_they_get_slow_and_for_a_few_steps() -> None:
+    place = Place(devices("ann", "bob"))
+    first = place.planning.layer(LINEAR, HERE).plan
+    assert first is not None
+    for factor in (0.95, 1.05, 0.97):
+        place.change(devices("ann", "bob", rate=1e6 * factor))
+        place.planning.step_ended()
+        judged = place.planning.layer(LINEAR, HERE).plan
+        assert judged is not None
+        assert judged.blocks == first.blocks
+        assert (judged.total_s < first.total_s) == (factor > 1), "it is judged by the new rates"
+
+
+def test_a_step_does_not_wait_for_another_plan_of_a_large_fleet() -> None:
+    names = [f"d{number}" for number in range(40)]
+    fleet = [(1, devices(*names))]
+    planning = Planning(Setting(wire="fp32"), fleet=lambda: fleet[0], tell=lambda choice: None)
+    try:
+        first = planning.layer(LINEAR, HERE).plan
+        assert first is not None
+        rates = np.where(np.arange(40) < 20, 1e6, 1e5)
+        fleet[0] = (2, replace(devices(*names), down_bytes_per_s=rates, up_bytes_per_s=rates))
+        planning.step_ended()
+        standing = planning.layer(LINEAR, HERE).plan
+        assert standing is not None
+        assert standing.blocks == first.blocks, "it serves on while another one is searched for"
+        assert standing.total_s > first.total_s
+        planning.settle()
+        found = planning.layer(LINEAR, HERE).plan
+        assert found is not None
+        assert found.total_s < standing.total_s
+        gone = {block.device for block in found.blocks["forward"]}.pop()
+        fleet[0] = (3, devices(*(name for name in names if name != gone)))
+        replaced = planning.layer(LINEAR, HERE).plan
+        assert replaced is not None
+        assert all(block.device != gone for blocks in replaced.blocks.values() for block in blocks)
+    finally:
+        planning.close()
+
+
 def test_a_grain_whose_steps_take_far_longer_than_predicted_is_chosen_anew() -> None:
     place = Place(devices("ann", "bob"), taking(20.0))
     first = place.choose()

@@ -55,7 +55,8 @@ class InProcess:
     ):
         """`lies` are told by devices with these numbers; audits replace draws of the random generator by `draw`.
 
-        Devices with `dooms` lose their connection at that moment.
+        Devices with `dooms` lose their connection at that moment; of several that share one `Moment`, only the first
+        to reach it.
         """
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="server")
@@ -63,6 +64,7 @@ class InProcess:
         self._trust: Level = trust
         self._lies, self._draw, self._listener = lies or {}, draw, listener
         self._dooms = dooms or {}
+        self._met: list[Moment] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self.plans: list[ResidentPlan] = []
 
@@ -96,7 +98,7 @@ class InProcess:
             offer = Offer(name=f"d{index}", token="", flops_per_s=1e10, memory_bytes=memory_bytes)
             channel = LyingChannel(theirs, self._lies[index]) if index in self._lies else theirs
             if index in self._dooms:
-                channel = _doomed(channel, self._dooms[index])
+                channel = self._doomed(channel, self._dooms[index])
             worker = Worker(channel, NumpyKernel(), offer, Contribution())
             self._tasks.append(self._loop.create_task(_live(worker, channel)))
         while cluster.devices < len(self._memory_bytes):
@@ -107,20 +109,21 @@ class InProcess:
         await self.cluster.close("the test is over", rejoin=False)
         await asyncio.wait(self._tasks)
 
+    def _doomed(self, channel: Channel, moment: Moment) -> DoomedChannel:
+        async def meet() -> bool:
+            if not any(moment is other for other in self._met):
+                self._met.append(moment)
+                await channel.close()
+            return True
+
+        return DoomedChannel(channel, moment, meet)
+
     def _remember(self, *args: Any, **options: Any) -> ResidentPlan:
         self.plans.append(self._arrange(*args, **options))
         return self.plans[-1]
 
     def _do(self, work: Coroutine[Any, Any, Result]) -> Result:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
-
-
-def _doomed(channel: Channel, moment: Moment) -> DoomedChannel:
-    async def meet() -> bool:
-        await channel.close()
-        return True
-
-    return DoomedChannel(channel, moment, meet)
 
 
 async def _live(worker: Worker, channel: Channel) -> None:

@@ -17,7 +17,7 @@ from tests.support.resident_parts import ROWS, Talk
 from torch import Tensor
 
 from cleave.core.model.update_rule import Adam, Rule, Sgd
-from cleave.protocol.programs import Backward, Collect, Copy, Leased, SquareSum, Update
+from cleave.protocol.programs import Backward, Collect, Copy, Hold, Leased, SquareSum, Update
 
 SCALE = 0.5
 _BETAS: dict[str, Any] = {"beta1": 0.75, "beta2": 0.875, "eps": 0.0078125}
@@ -25,7 +25,7 @@ _TORCH_BETAS: dict[str, Any] = {"betas": (0.75, 0.875), "eps": 0.0078125}
 
 
 def leases() -> dict[str, Json]:
-    made = (lease_adam, lease_adamw, lease_momentum)
+    made = (lease_adam, lease_adamw, lease_momentum, lease_pieces)
     return {name: {"name": name, **make()} for make in made for name in (make.__name__.replace("_", "-"),)}
 
 
@@ -56,6 +56,20 @@ def lease_momentum() -> Json:
         lambda given: torch.optim.SGD(given, lr=0.125, momentum=0.75, dampening=0.25, weight_decay=0.0625),
         {"momentum_buffer": 7.0},
     )
+
+
+def lease_pieces() -> Json:
+    """A weight is read in pieces of whole rows, the last one smaller."""
+    talk = Talk(9)
+    matrix = talk.draw()
+    number = talk.bench.put(matrix)
+    talk.run(Hold(operands=(number,)), [[0]])
+    for first in range(0, ROWS, 2):
+        piece = matrix[first : first + 2]
+        rows, cols = piece.shape
+        talk.run(Collect(accumulator=number, rows=rows, cols=cols, first_row=first), piece)
+    talk.drop(number)
+    return talk.told()
 
 
 def two_steps(

@@ -95,9 +95,7 @@ class LocalColumns:
     def choose_pass(self, work: PassWork, local: Local | None = None, *, must: bool = False) -> PassChoice:
         return PassChoice(is_resident=self.refusal is None, plan=None, reason=self.refusal or "")
 
-    def run(
-        self, stack: Decoder, batch: Batch, plan: object, lease: object = None, *, is_exact: bool = False
-    ) -> LocalPass:
+    def run(self, stack: Decoder, batch: Batch, plan: object, lease: object = None, **_: object) -> LocalPass:
         assert lease is None, "plans without devices lend nothing"
         with self._lock:
             self.passes.append((stack, batch))
@@ -110,6 +108,9 @@ class LocalColumns:
         raise AssertionError("plans without devices lend nothing")
 
     def place(self, work: PassWork) -> None:
+        raise AssertionError("plans without devices lend nothing")
+
+    def rehouse(self, work: PassWork, lease: object, shards: object) -> None:
         raise AssertionError("plans without devices lend nothing")
 
     def intact(self, lease: object) -> frozenset[int]:

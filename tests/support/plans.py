@@ -47,11 +47,15 @@ def plan_of(stages: Sequence[Stage], chunk: int) -> ResidentPlan:
 def leased(counts: Sequence[int], chunk: int = 8, every: int = 1000) -> Callable[..., ResidentPlan]:
     """A planner of a pipeline: one device per stage of so many sublayers, or of the rest, which keeps what it trains.
 
-    Without leases, or with fewer devices, the stages are the same but shared by all devices.
+    Without leases, or with fewer devices, the stages are the same but shared by all devices. A leased plan stands while
+    its devices are there.
     """
 
-    def arrange(problem: Problem, **_: object) -> ResidentPlan:
+    def arrange(problem: Problem, previous: ResidentPlan | None = None, **_: object) -> ResidentPlan:
         names, first = sorted(problem.profiles.names), 0  # they join in any order
+        is_here = previous is not None and previous.devices <= set(names)
+        if previous is not None and is_here and problem.leasing is not None and previous.leased:
+            return previous
         stages: list[Stage] = []
         for number, count in enumerate(counts):
             left = len(problem.sums.sublayers) - first

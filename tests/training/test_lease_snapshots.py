@@ -21,6 +21,9 @@ from cleave.train.offload.leases import Leases
 TIGHT = (ROOMY, 47_420, 130_000)
 """Memory in which the second device has no room for a copy of what it is lent, and the third for some of it."""
 
+SPARE = (60_000, ROOMY, 90_000, ROOMY, ROOMY)
+"""Memory with which only the fourth and fifth device can take over the stage of the second."""
+
 
 class Bases:
     """Waits for snapshots after each step, and notes how far back a shard would have to be replayed from."""
@@ -144,13 +147,16 @@ def test_states_that_are_read_directly_in_mid_step_are_current() -> None:
     assert read.norms[:half] == pytest.approx(read.norms[half:], rel=1e-3, abs=1e-9)
 
 
-@pytest.mark.parametrize("dooms", [{}, {0: Moment("update", "told", 6)}, {0: Moment("backward", "returning", 33)}])
+@pytest.mark.parametrize("moment", [None, Moment("update", "told", 2), Moment("backward", "returning", 5)])
 def test_a_lost_shard_is_trained_again_on_devices_that_keep_it_meanwhile(
-    dooms: dict[int, Moment], caplog: pytest.LogCaptureFixture
+    moment: Moment | None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    told = Told()
+    """At `moment`, the device that trains it again leaves as well, and another one takes over."""
+    told, dooms = Told(), {1: Moment("update", "told", 4)}
+    if moment is not None:
+        dooms |= {3: moment, 4: moment}
     with caplog.at_level(logging.INFO, logger=lease_recovery.__name__):
-        compare(told, dooms={1: Moment("update", "told", 4), **dooms}, memory_bytes=(ROOMY,) * 4, optimizer="momentum")
+        compare(told, dooms=dooms, memory_bytes=SPARE, optimizer="momentum")
     assert told.has("recovered")
-    expected = "begins again" if dooms else "replayed 5 steps"
-    assert any(expected in one.message for one in caplog.records)
+    assert any("replayed 5 steps" in one.message for one in caplog.records)
+    assert any("begins again" in one.message for one in caplog.records) == (moment is not None)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,8 +23,11 @@ from tests.support.leased_training import (
     on_devices,
     train,
 )
+from tests.support.plans import leased, plan_of, stage_of
 from torch import nn, optim
 
+from cleave.core.plan.resident.problem import Problem
+from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.train.offload import decoder as stack
 from cleave.train.offload.boundary_log import BoundaryLog, LogFullError
 from cleave.train.offload.distribute import distribute, undistribute
@@ -240,6 +246,33 @@ def test_leased_weights_cross_no_link() -> None:
     assert other_up - up > weights
 
 
+@pytest.mark.parametrize(("counts", "share"), [((2, 1, 4), 0.7), ((1, 3, 1), 1.3), ((4, 1), 1.3)])
+def test_a_lease_outlives_another_plan_and_fetches_only_what_changes(counts: tuple[int, ...], share: float) -> None:
+    """`share` bounds what comes up, of everything that is leased, with headers."""
+    layouts = [leased((1, 2, 2))]
+    ups: list[int] = []
+
+    def change(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        ups.append(fleet.cluster.totals().up_bytes)
+        if step == 1:
+            layouts.append(leased(counts))
+            fleet.cluster.planning._passes.clear()
+
+    plain, told = make("llama"), Told()
+    expected = train(plain, OPTIMIZERS["adamw"](plain.parameters()))
+    with InProcess([ROOMY] * 3, arrange=lambda problem, **_: layouts[-1](problem), listener=told) as fleet:
+        model = distribute(make("llama"), fleet.cluster, offload="always", tell=told, grain="resident")
+        optimizer = OPTIMIZERS["adamw"](model.parameters())
+        stack.know(model, optimizer)
+        assert train(model, optimizer, after_step=change) == pytest.approx(expected, abs=1e-4)
+        everything = 12 * sum(one.numel() for one in model.parameters() if isinstance(one, LeasedParameter))
+        assert 0 < (ups[2] - ups[1]) - (ups[-1] - ups[-2]) < share * everything
+        undistribute(model)
+        check_same(model, plain)
+    assert sum("devices keep" in note for note in told.notes) == 1, "it was never begun again"
+
+
 def test_an_optimizer_that_devices_cannot_run_stays_here_and_says_why() -> None:
     told = Told()
     with on_devices(told) as fleet:
@@ -261,9 +294,55 @@ def test_weights_read_in_every_step_stay_here_from_then_on() -> None:
     assert told.has("weights are read in every step")
 
 
-def test_devices_that_are_not_the_owners_keep_no_weights() -> None:
-    with InProcess([ROOMY] * 3, trust="known") as fleet:
+@pytest.mark.parametrize(("trust", "may"), [("known", 0), ("own", 3)])
+def test_only_measured_devices_of_the_owner_keep_weights(trust: Any, may: int) -> None:
+    with InProcess([ROOMY] * 3, trust=trust) as fleet:
         assert fleet.cluster.planning._lenders() == frozenset()
+        for member in fleet.cluster.here():
+            member.is_measured = True
+        lenders = fleet.cluster.planning._lenders()
+        assert lenders is not None
+        assert len(lenders) == may
+
+
+def test_a_device_that_a_plan_leaves_out_is_measured_all_the_same() -> None:
+    def on_one(problem: Problem, **_: object) -> ResidentPlan:
+        return plan_of([stage_of(0, len(problem.sums), [[min(problem.profiles.names)]])], 8)
+
+    async def measured() -> None:
+        async with asyncio.timeout(120):
+            while not all(member.is_measured for member in fleet.cluster.here()):
+                await asyncio.sleep(0)
+
+    with InProcess([ROOMY] * 2, arrange=on_one) as fleet:
+        model = distribute(make("llama"), fleet.cluster, offload="always", grain="resident")
+        train(model, OPTIMIZERS["adamw"](model.parameters()), steps=1)
+        fleet._do(measured())
+        undistribute(model)
+
+
+def test_a_lease_goes_on_in_chunks_of_another_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks, begun, seen = itertools.cycle((8, 4)), list[object](), list[Problem]()
+
+    def arrange(problem: Problem, **options: Any) -> ResidentPlan:
+        seen.append(problem)  # the same devices every time, late or not
+        plan = leased((1, 2, 2))(replace(problem, profiles=seen[0].profiles), **options)
+        return replace(plan, chunk=next(chunks))
+
+    def plan_again(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+        fleet.cluster.planning._passes.clear()
+
+    plain = make("llama")
+    expected = train(plain, OPTIMIZERS["adamw"](plain.parameters()))
+    with InProcess([ROOMY] * 3, arrange=arrange) as fleet:
+        lease = fleet.cluster.lease
+        monkeypatch.setattr(fleet.cluster, "lease", lambda *given: begun.append(given) or lease(*given))
+        model = distribute(make("llama"), fleet.cluster, offload="always", grain="resident")
+        losses = train(model, OPTIMIZERS["adamw"](model.parameters()), after_step=plan_again)
+        undistribute(model)
+    assert losses == pytest.approx(expected, abs=1e-4)
+    assert len(begun) == 1
+    check_same(model, plain)
 
 
 def test_a_log_that_cannot_be_written_ends_leases_and_changes_no_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,7 @@ from cleave.core.model.decoder import Decoder
 from cleave.core.plan.choose import PassChoice
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.server.cluster import Cluster
-from cleave.server.resident.lease import Lease
+from cleave.server.resident.pass_lease import PassLease
 from cleave.train.offload.resident import Pass
 
 
@@ -41,6 +41,7 @@ class Recorded:
         self.wire, self.tensor = cluster.wire, cluster.tensor
         self.choose_layer, self.step_ended = cluster.choose_layer, cluster.step_ended
         self.lease, self.place, self.intact, self.rescue = cluster.lease, cluster.place, cluster.intact, cluster.rescue
+        self.rehouse = cluster.rehouse
         self.before_closing = cluster.before_closing
         self.refusal: str | None = None
         self.passes: list[tuple[Decoder, Batch]] = []
@@ -60,12 +61,11 @@ class Recorded:
         stack: Decoder,
         batch: Batch,
         plan: ResidentPlan | None,
-        lease: Lease | None = None,
-        *,
-        is_exact: bool = False,
+        lease: PassLease | None = None,
+        **options: Any,
     ) -> Pass:
         self.passes.append((stack, batch))
-        return self._cluster.run(stack, batch, plan, lease, is_exact=is_exact)
+        return self._cluster.run(stack, batch, plan, lease, **options)
 
     def wait(self, future: Future[Any]) -> Any:
         return self._cluster.wait(future)

@@ -13,7 +13,7 @@ import math
 import secrets
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,11 +27,14 @@ from cleave.core.cost.wire import WireFormat
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.decoder import Decoder
 from cleave.core.model.gemms import Linear, Role
+from cleave.core.model.shard import Shard
 from cleave.core.plan.choose import Arrange, LayerChoice, Local, PassChoice, PassWork, Setting
 from cleave.core.plan.experience import OFF
-from cleave.core.plan.gemm.layer import LinearPlan
+from cleave.core.plan.gemm.layer import Block, LinearPlan
+from cleave.core.plan.resident.few_devices import FEW
 from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import ResidentPlan
+from cleave.core.plan.resident.timeline import AHEAD
 from cleave.core.schedule.members import STAND_IN, Member
 from cleave.core.schedule.tasks import DeviceId
 from cleave.core.verify.trust import usual_share
@@ -46,12 +49,14 @@ from cleave.server.fleet_view import FleetView
 from cleave.server.gemm.product import Product
 from cleave.server.gemm.results import Checker, GemmResults, UncheckedResults
 from cleave.server.gemm.run import GemmRun
+from cleave.server.gemm.trial import ROUNDS_S, trial
 from cleave.server.operands import Tensor
 from cleave.server.planning import Planning, Snapshot
 from cleave.server.resident.activations import Batched
 from cleave.server.resident.audit_case import Replay
 from cleave.server.resident.audits import Audits, AuditTotals
 from cleave.server.resident.lease import Lease, Lent
+from cleave.server.resident.pass_lease import PassLease
 from cleave.server.resident.results import ResidentResults
 from cleave.server.resident.run import ResidentRun
 from cleave.server.server_cost import BYTE_S, TASK_S, Handling
@@ -180,10 +185,40 @@ class Cluster:
         """Choose whether layers stay on devices for such a batch, and which devices hold them; asked once per batch."""
         self.check_open()
         choice = self.planning.choose_pass(work, local, must=must)
+        if work.is_trained and choice.is_resident:
+            self._try_out()
         if work.is_trained:
             self._latest, self._local = choice, local
             self._clock.planned(choice, self._waited_s())
         return choice
+
+    def _try_out(self) -> None:
+        """Measure what the owner's newcomers can do under load, beside a pass: the next one may let them keep weights.
+
+        Also those that take part in it: one that waits for its links most of the time looks faster than it is. Of many,
+        only the strongest, as a plan with leases has no more devices.
+        """
+        with self._lock:
+            own = [
+                member
+                for member in self.engine.roster.members.values()
+                if member.level == "own" and member.name != STAND_IN
+            ]
+            strongest = sorted(own, key=lambda member: -member.flops.value)[:FEW]
+            found = [member for member in strongest if not (member.is_measured or member.is_tried)]
+            for member in found:
+                member.is_tried = True
+        for member in found:
+            self._try_round(member, ROUNDS_S)
+
+    def _try_round(self, member: Member, rounds_s: Sequence[float]) -> None:
+        """Give a device the next round of its trial, once it is done with the one before."""
+        if not rounds_s or self._is_closed or self.engine.roster.members.get(member.name) is not member:
+            return
+        product, blocks = trial(DeviceId(member.name), member.flops.value, rounds_s[0], self.tensor)
+        run = self._product_run(product, blocks, self.wire, AHEAD)
+        run.done.add_done_callback(lambda done: None if done.exception() else self._try_round(member, rounds_s[1:]))
+        self._driver.post_soon(RunSubmitted(run))
 
     def step_ended(self) -> None:
         """Mark a step boundary: later plans may use devices that have joined since the last one."""
@@ -261,10 +296,15 @@ class Cluster:
 
         Results travel in `format`, by default that of the first operand.
         """
-        product, format = Product(role, a, b), format or a[0].format
-        blocks, inner = plan.blocks[role] if plan is not None else (), (0, product.gemm.k)
+        blocks = plan.blocks[role] if plan is not None else ()
+        run = self._product_run(Product(role, a, b), blocks, format or a[0].format, priority)
+        self._start(run)
+        return run.done
+
+    def _product_run(self, product: Product, blocks: Sequence[Block], format: WireFormat, priority: int) -> GemmRun:
+        inner = (0, product.gemm.k)
         has_sums = not blocks or any(block.inner != inner for block in blocks)
-        run = GemmRun(
+        return GemmRun(
             product,
             blocks,
             self._results(product, format, self._checker, has_sums=has_sums),
@@ -274,8 +314,6 @@ class Cluster:
             ids=self._ids,
             fleet=self._fleet,
         )
-        self._start(run)
-        return run.done
 
     def lease(self, decoder: Decoder, plan: ResidentPlan, lent: Mapping[int, Lent]) -> Lease:
         """Prepare to lend parameters to the devices that hold them alone under a plan."""
@@ -299,9 +337,11 @@ class Cluster:
         decoder: Decoder,
         batch: Batched,
         plan: ResidentPlan | None = None,
-        lease: Lease | None = None,
+        lease: PassLease | None = None,
         *,
+        dy: Matrix | None = None,
         is_exact: bool = False,
+        is_beside: bool = False,
     ) -> ResidentRun:
         """Start a batch through a decoder's resident layers, under the plan made for it.
 
@@ -326,6 +366,8 @@ class Cluster:
             ),
             post=self._driver.post_soon,
             lease=lease,
+            dy=dy,
+            is_beside=is_beside,
         )
         if lease is not None:
             lease.follow(run)
@@ -338,6 +380,10 @@ class Cluster:
             return self.planning.plan_again(work, (), ())
         except InfeasibleError:
             return None
+
+    def rehouse(self, work: PassWork, lease: Lease, shards: Collection[Shard]) -> ResidentPlan | None:
+        """Plan for a lease whose devices stay, but those of some shards; None if no other device can keep these."""
+        return self.planning.rehouse(work, lease.plan, shards, lease.failed)
 
     def intact(self, lease: Lease) -> frozenset[int]:
         """Leased parameters that their devices still hold."""
@@ -457,6 +503,10 @@ class Cluster:
             checking_s=totals.checking_s,
         )
 
+    def plan(self) -> ResidentPlan | None:
+        """The plan of the latest pass through resident layers, if that is how the model is trained now."""
+        return self.planning.latest if self._grain is not None and self._grain.grain == "resident" else None
+
     def totals(self) -> Totals:
         down, up = self._driver.traffic()
         return Totals(
@@ -489,13 +539,17 @@ class Cluster:
         return {name: share for name, share in shares.items() if share}
 
     def _lenders(self) -> frozenset[DeviceId]:
-        """Devices that may keep weights: the owner's own, as what they do by themselves cannot be checked."""
+        """Devices that may keep weights: the owner's own, as what they do by themselves cannot be checked.
+
+        And only once their speed was measured: one that is slower than it claims would have to give them back.
+        """
         with self._lock:
             members, convicted = list(self.engine.roster.members.values()), self.engine.vouching.is_convicted
             return frozenset(
                 DeviceId(member.name)
                 for member in members
-                if member.level == "own" and not convicted(member.key or "") and member.name != STAND_IN
+                if member.is_measured and member.level == "own"
+                if member.name != STAND_IN and not convicted(member.key or "")
             )
 
     def _plan_again(self, run: Run) -> object:

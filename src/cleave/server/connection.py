@@ -11,11 +11,11 @@ import itertools
 import logging
 import threading
 import time
-import zlib
 from collections.abc import Callable
 from contextlib import suppress
 
 from cleave import events
+from cleave.core.cost.rates import Pace
 from cleave.core.cost.wire import encoded_bytes
 from cleave.core.schedule.ledger import Ledger
 from cleave.core.schedule.members import Member, Observation, Roster
@@ -35,12 +35,12 @@ from cleave.errors import CleaveError, ConnectionLost, ProtocolError
 from cleave.protocol import messages
 from cleave.server.admission.tokens import Keys
 from cleave.server.contract import Arrived, EngineEvent, run_of
+from cleave.server.heartbeats import HEARTBEAT_S, Heartbeats
 from cleave.server.operands import Operands
 from cleave.server.outbox import URGENT, Meter, Outbox, Sending
 from cleave.transport.base import Channel, Received
 
 _GOODBYE_S = 2.0
-_HEARTBEAT_S = 2.0
 _IDLE_BEATS = 3
 """Of a device without work, one heartbeat in so many is enough: thousands of them should cost next to nothing."""
 _SILENCE_S = 10.0
@@ -76,6 +76,7 @@ class Connection:
         ledger: Ledger,
         roster: Roster,
         lock: threading.RLock,
+        heartbeats: Heartbeats,
         runs_so_far: Callable[[], int],
         listener: events.Listener,
     ) -> None:
@@ -83,7 +84,7 @@ class Connection:
         self.channel, self.member, self.device = channel, member, DeviceId(member.name)
         self._post, self._operands, self._keys = post, operands, keys
         self._ledger, self._roster, self._runs_so_far, self._listener = ledger, roster, runs_so_far, listener
-        self._lock = lock
+        self._lock, self._heartbeats = lock, heartbeats
         self._loop = asyncio.get_running_loop()
         self._outbox = Outbox()
         self._ending: asyncio.Future[str] = self._loop.create_future()
@@ -91,6 +92,9 @@ class Connection:
         self._may_read = asyncio.Event()
         self._may_read.set()
         self._probed_at: float | None = None
+        """When it was asked for a sign of life that it has not given."""
+        self._beats, self._beaten, self._silent_s = 0, self._loop.time(), 0.0
+        self._told_pace: Pace | None = None
         self._moved_bytes = channel.moved_bytes
         self._idle_since, self._was_told_idle = self._loop.time(), False
         self._tasks_then, self._runs_then = member.tasks, runs_so_far()
@@ -141,12 +145,13 @@ class Connection:
         stages = [
             asyncio.ensure_future(self._outbox.send_all(self.channel, self.member)),
             asyncio.ensure_future(self._receive_all()),
-            asyncio.ensure_future(self._beat()),
         ]
+        self._heartbeats.add(self.device, self._beat)
         try:
             done, _ = await asyncio.wait([self._ending, *stages], return_when=asyncio.FIRST_COMPLETED)
             return next(one for one in (self._ending, *stages) if one in done).result()
         finally:
+            self._heartbeats.remove(self.device)
             self._ending.cancel()
             for stage in stages:
                 stage.cancel()
@@ -177,7 +182,8 @@ class Connection:
                         self.member.heard(time.perf_counter() - self._probed_at)
                         self._roster.measured(self.device)
                     self._probed_at = None
-                    self._post(DeviceAnswered(self.device))
+                    if self.device in self._ledger.late:
+                        self._post(DeviceAnswered(self.device))
                 case messages.Leaving(reason=reason):
                     return reason[:100]
                 case other:
@@ -210,39 +216,41 @@ class Connection:
         if self._unchecked >= _MOST_UNCHECKED:
             self._may_read.clear()
 
-    async def _beat(self) -> str:
+    def _beat(self) -> None:
         """Report pace and progress; disconnect a device that is silent or whose token was revoked; probe it again."""
-        phase = zlib.crc32(self.device.encode()) / 2**32  # spreads the heartbeats of devices that joined at once
-        await asyncio.sleep(_HEARTBEAT_S * phase)
-        silent_s, beaten = 0.0, self._loop.time()
-        while True:
-            beat_s = await self._next_beat()
-            before, beaten = beaten, self._loop.time()
-            # At most one heartbeat each: time in which the server itself was stopped counts against nobody.
-            has_spoken = self.channel.silent_s <= beaten - before or not self._may_read.is_set()
-            silent_s = 0.0 if has_spoken else silent_s + beat_s
-            if silent_s >= _SILENCE_S:
-                raise Disconnected(f"silent for {silent_s:.0f} s", rejoin=True)
-            member = self.member
+        member = self.member
+        if member.key is not None and not self._keys.is_valid(member.key):
+            self.disconnect("the token it joined with was revoked", rejoin=False)
+            return
+        self._beats += 1
+        if self._beats < (1 if self._ledger.unfinished(self.device) else _IDLE_BEATS):
+            return
+        self._judge_silence(self._beats * HEARTBEAT_S)
+        self._beats = 0
+        if member.pace != self._told_pace:
+            self._told_pace = member.pace
             self._post(PaceMeasured(self.device, member.pace))
-            moved = self.channel.moved_bytes
-            if moved - self._moved_bytes > _PROGRESS_BYTES:
-                self._moved_bytes = moved
-                self._post(DeviceMoved(self.device))
-            if self._probed_at is None:
-                self._probed_at = time.perf_counter()
-                self._outbox.put_urgent(messages.Probe(answer=0))
-            self._explain_idleness()
+        moved = self.channel.moved_bytes
+        if moved - self._moved_bytes > _PROGRESS_BYTES:
+            self._moved_bytes = moved
+            self._post(DeviceMoved(self.device))
+        if self._probed_at is None:
+            self._probed_at = time.perf_counter()
+            self._outbox.put_urgent(messages.Probe(answer=0))
+        self._explain_idleness()
 
-    async def _next_beat(self) -> float:
-        """Wait for the next heartbeat, longer if the device has no work; return the seconds since the last one."""
-        beats, key = 0, self.member.key
-        while beats < (1 if self._ledger.unfinished(self.device) else _IDLE_BEATS):
-            await asyncio.sleep(_HEARTBEAT_S)
-            beats += 1
-            if key is not None and not self._keys.is_valid(key):
-                raise Disconnected("the token it joined with was revoked", rejoin=False)
-        return beats * _HEARTBEAT_S
+    def _judge_silence(self, beat_s: float) -> None:
+        """Disconnect a device that was asked and has sent or taken no byte for too long.
+
+        At most one heartbeat each: time in which the server itself was stopped counts against nobody. That is also why
+        the silence is read before the clock: the server may be stopped in between.
+        """
+        quiet_s = self.channel.silent_s
+        before, self._beaten = self._beaten, self._loop.time()
+        has_spoken = self._probed_at is None or quiet_s <= self._beaten - before or not self._may_read.is_set()
+        self._silent_s = 0.0 if has_spoken else self._silent_s + beat_s
+        if self._silent_s >= _SILENCE_S:
+            self.disconnect(f"silent for {self._silent_s:.0f} s", rejoin=True)
 
     def _explain_idleness(self) -> None:
         """Tell a device why it has no work: plans leave out devices that would make the others wait."""

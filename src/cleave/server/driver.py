@@ -58,6 +58,7 @@ from cleave.server.contract import (
     run_of,
 )
 from cleave.server.engine import Engine
+from cleave.server.heartbeats import Heartbeats
 from cleave.server.operands import Operands
 from cleave.server.pool import Pool
 from cleave.server.vacancy import StandIn, Vacancy
@@ -118,7 +119,7 @@ class Driver:
         self._ticking: asyncio.TimerHandle | None = None
         self._sampling: asyncio.TimerHandle | None = None
         self._connections: dict[DeviceId, Connection] = {}
-        self._probes = ProbeBudget()
+        self._probes, self._heartbeats = ProbeBudget(), Heartbeats(loop)
         self._goodbye: tuple[str, bool] | None = None
         self._gone_down = self._gone_up = 0
         self._idle_reason = ""
@@ -303,6 +304,7 @@ class Driver:
                     ledger=self._engine.ledger,
                     roster=self._engine.roster,
                     lock=self._lock,
+                    heartbeats=self._heartbeats,
                     runs_so_far=lambda: self._engine.runs_so_far,
                     listener=self._listener,
                 )

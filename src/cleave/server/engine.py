@@ -287,8 +287,8 @@ class Engine:
         self.roster.remove(device)
         self._decide(DeviceRemoved(device), blamed=device)
         self._checking.pop(device, None)
-        if self._exclusive is not None:
-            self._ask(self._exclusive, self._exclusive.left, device, self._now)
+        for run in list(self._runs):
+            self._ask(run, run.left, device, self._now)
 
     # -------------------------------------------------------------------------------------------- results
 

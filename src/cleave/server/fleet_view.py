@@ -50,6 +50,9 @@ class FleetView:
     def memory_bytes(self, device: DeviceId) -> int:
         return self._roster.members[device].memory_bytes
 
+    def up_bytes_per_s(self, device: DeviceId) -> float:
+        return self._roster.members[device].up.value
+
     def helpers(self) -> Iterator[tuple[DeviceId, float]]:
         """Yield devices that are not late, with FLOP/s: first those free soonest, then all others, each by speed."""
         near = self._ledger.least_busy(_CANDIDATES)

@@ -35,14 +35,20 @@ class PlanProcess:
         self, function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
     ) -> _Result:
         """Call a module-level function in the subprocess, or in this process if that fails."""
-        with self._lock:
-            outcome = None if self._is_closed else self._ask((function, args, kwargs))
+        outcome = self._ask((function, args, kwargs))
         if outcome is None:
             return function(*args, **kwargs)
         result, fault = outcome
         if fault is not None:
             raise fault
         return cast("_Result", result)
+
+    def ask(
+        self, function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+    ) -> _Result | None:
+        """The same, in the subprocess or not at all: None if it failed."""
+        outcome = self._ask((function, args, kwargs))
+        return None if outcome is None or outcome[1] is not None else cast("_Result", outcome[0])
 
     def close(self) -> None:
         self._is_closed = True
@@ -56,6 +62,10 @@ class PlanProcess:
                     pipe.close()
 
     def _ask(self, call: object) -> tuple[object, Exception | None] | None:
+        with self._lock:
+            return None if self._is_closed else self._exchange(call)
+
+    def _exchange(self, call: object) -> tuple[object, Exception | None] | None:
         try:
             process = self._process
             if process is None or process.poll() is not None:

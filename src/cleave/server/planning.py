@@ -2,8 +2,9 @@
 
 Callers ask once, before the work starts, and pass the plan down with it. Plans follow a snapshot of the fleet that is
 replaced at step boundaries, or when one of its devices has left: a device that joins does not cost everyone a new plan.
-Devices keep the layers they hold unless another arrangement is clearly faster. Large fleets are planned in another
-process, as planning would keep the GIL from the event loop.
+Devices keep the layers they hold unless another arrangement is clearly faster, and plans of products stand until they
+became slower. Large fleets are planned in another process, as planning would keep the GIL from the event loop; a step
+does not wait for another plan of its products while it has one whose devices are all there.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from cleave.core.cost.rates import Server
 from cleave.core.fleet.profiles import DeviceId, Profiles
 from cleave.core.model.decoder import Decoder
 from cleave.core.model.gemms import Linear
+from cleave.core.model.shard import Shard
 from cleave.core.plan.choose import (
     Arrange,
     LayerChoice,
@@ -28,9 +30,9 @@ from cleave.core.plan.choose import (
     PassChoice,
     PassWork,
     Setting,
-    choose_layer,
     choose_pass,
     plan_pass,
+    rehouse_pass,
     replan_pass,
     resident_seconds,
 )
@@ -39,6 +41,7 @@ from cleave.core.plan.resident.small_fleet import plan_columns
 from cleave.core.plan.resident.stages import ResidentPlan, Stage
 from cleave.core.plan.wrong_term import Terms, wrong_term
 from cleave.errors import InfeasibleError
+from cleave.server.layer_plans import SEARCHED_EVERY, SLOWER, LayerPlans, Snapshot
 from cleave.server.plan_process import PlanProcess
 
 _FEW_DEVICES = 12
@@ -49,19 +52,11 @@ _REMODELED_DEVICES = 128
 """Fleets up to this size are modeled again after every step, with the rates that it taught."""
 _RECONSIDERED_EVERY = 2
 """Steps between two choices of a grain whose steps take far longer than predicted."""
-_SEARCHED_EVERY = 8
-"""Steps after which changed rates of the same devices lead to a new search: it costs as much CPU as a small step."""
-_SLOWER = 1.1
-"""Factor by which an arrangement may become slower before another one is searched for at once."""
 _MOST_REMEMBERED = 32
 """Batch lengths whose plans are cached."""
-_MOST_LAYERS = 1024
-"""Choices that are cached, one per layer shape and number of tokens."""
 
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
-Snapshot = tuple[int, Profiles | None]
-"""A number that grows with every change of the fleet, and the fleet's devices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +68,8 @@ class _Chosen:
     """Step before which the arrangement was last compared with others."""
     searched_s: float
     """Time of the arrangement then."""
+    lenders: frozenset[DeviceId] | None
+    """Devices that were allowed to keep what they train."""
 
 
 class Planning:
@@ -95,10 +92,12 @@ class Planning:
         self._setting, self._fleet, self._tell, self._arrange = setting, fleet, tell, arrange
         self._audited, self._lenders = audited, lenders
         self._process = PlanProcess()
+        self._layers = LayerPlans(self._process, is_planned_here=self._is_planned_here)
         self._lock = threading.RLock()
         self._adopted: Snapshot = (-1, None)
         self._adopted_at = 0.0
-        self._layers: dict[tuple[Linear, Local], LayerChoice] = {}
+        self._may_lend: frozenset[DeviceId] | None = None
+        """The devices of `lenders`, adopted with the fleet."""
         self._passes: dict[tuple[PassWork, Local, bool], _Chosen] = {}
         self._standing: dict[PassWork, ResidentPlan] = {}
         """Latest plan per kind of work, newest last."""
@@ -142,17 +141,10 @@ class Planning:
     def layer(self, linear: Linear, local: Local) -> LayerChoice:
         """Choose where a linear layer's products are computed, and by which devices."""
         with self._lock:
-            _, profiles = self._current()
-            found = self._layers.get((linear, local))
-            if found is None:
-                if len(self._layers) >= _MOST_LAYERS:
-                    self._layers.clear()
-                found = self._layers[linear, local] = self._call(
-                    profiles, choose_layer, linear, profiles, self._setting, local
-                )
-            if not found.is_remote:
-                self.kept = found.reason
-            return found
+            choice = self._layers.choose(linear, local, self._current(), self._setting, self._steps)
+            if not choice.is_remote:
+                self.kept = choice.reason
+            return choice
 
     def choose_pass(self, work: PassWork, local: Local, *, must: bool = False) -> PassChoice:
         """Choose whether layers stay on devices for such a batch, and which devices hold them."""
@@ -162,9 +154,10 @@ class Planning:
             known = self._passes.get((work, local, must))
             is_same = known is not None and known.names == names
             if known is not None and is_same and not self._is_off(known):  # rates fluctuate: keep the grain
-                if known.number == number or profiles is None or not known.choice.is_resident:
+                has_lenders = work.lease_states is None or known.lenders == self._may_lend
+                if profiles is None or not known.choice.is_resident or (known.number == number and has_lenders):
                     return known.choice
-                plan = self._still_good(work, profiles, known)
+                plan = self._still_good(work, profiles, known) if has_lenders else None
                 searched_step, searched_s = known.searched_step, known.searched_s
                 if plan is None:
                     plan = self._place(work, profiles)
@@ -182,7 +175,8 @@ class Planning:
                     self._tell_once(choice, names)
             if len(self._passes) >= _MOST_REMEMBERED:
                 self._passes.clear()
-            self._passes[work, local, must] = _Chosen(number, names, choice, searched_step, searched_s)
+            lenders = self._may_lend
+            self._passes[work, local, must] = _Chosen(number, names, choice, searched_step, searched_s, lenders)
             if work.is_trained and profiles is not None:
                 self._assumed = Terms(profiles=profiles, server=self._setting.server)
             if choice.plan is not None:
@@ -192,12 +186,12 @@ class Planning:
     def _still_good(self, work: PassWork, profiles: Profiles, known: _Chosen) -> ResidentPlan | None:
         """Return a choice's arrangement with its time by new rates; None if it is time to search for another one."""
         standing = known.choice.plan
-        if standing is None or self._steps - known.searched_step >= _SEARCHED_EVERY:
+        if standing is None or self._steps - known.searched_step >= SEARCHED_EVERY:
             return None
         plan = self._call(profiles, replan_pass, work, profiles, self._pass_setting, standing)
         if plan is None or plan.arrangement != standing.arrangement:  # as when memory no longer holds a lease
             return None
-        return plan if plan.step_s <= known.searched_s * _SLOWER else None
+        return plan if plan.step_s <= known.searched_s * SLOWER else None
 
     def _is_off(self, known: _Chosen) -> bool:
         """Whether steps take so much longer than predicted that the grain should be chosen anew, now and then."""
@@ -279,7 +273,30 @@ class Planning:
             self._remember(work, plan)
         return plan
 
+    def settle(self) -> None:
+        """Wait for the plans that are being searched for beside the work."""
+        self._layers.settle()
+
+    def rehouse(
+        self, work: PassWork, plan: ResidentPlan, shards: Collection[Shard], unable: Collection[str]
+    ) -> ResidentPlan | None:
+        """Place some leased shards of a plan on other devices than `unable` ones, and leave the rest; None if none can.
+
+        The plan found stands from then on.
+        """
+        try:
+            profiles = _without(self._fleet()[1], unable)
+        except InfeasibleError:
+            return None
+        found = self._call(profiles, rehouse_pass, work, profiles, self._pass_setting, plan, shards)
+        if found is not None:
+            with self._lock:
+                self._passes.clear()
+                self._remember(work, found)
+        return found
+
     def close(self) -> None:
+        self._layers.close()
         self._process.close()
 
     # -------------------------------------------------------------------------------------------- the fleet
@@ -295,10 +312,8 @@ class Planning:
         return self._adopted
 
     def _adopt(self, latest: Snapshot) -> None:
-        self._adopted_at = time.monotonic()
-        if latest[0] != self._adopted[0]:
-            self._adopted = latest
-            self._layers.clear()
+        self._adopted_at, self._may_lend = time.monotonic(), self._lenders()
+        self._adopted = latest
 
     def _call(
         self,
@@ -307,10 +322,13 @@ class Planning:
         *args: _Arguments.args,
         **kwargs: _Arguments.kwargs,
     ) -> _Result:
-        is_small = profiles is None or len(profiles) <= _FEW_DEVICES
-        if is_small or self._arrange is not plan_columns:  # another one may not be picklable, such as a test's closure
+        if self._is_planned_here(profiles):
             return function(*args, **kwargs)
         return self._process.call(function, *args, **kwargs)
+
+    def _is_planned_here(self, profiles: Profiles | None) -> bool:
+        is_small = profiles is None or len(profiles) <= _FEW_DEVICES
+        return is_small or self._arrange is not plan_columns  # another one may not be picklable, as in tests
 
     # -------------------------------------------------------------------------------------------- arrangements
 
@@ -320,7 +338,7 @@ class Planning:
 
     @property
     def _pass_setting(self) -> Setting:
-        return replace(self._setting, lenders=self._lenders())
+        return replace(self._setting, lenders=self._may_lend)
 
     def _remember(self, work: PassWork, plan: ResidentPlan) -> None:
         self.latest = plan

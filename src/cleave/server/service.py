@@ -1,4 +1,5 @@
-"""The server's only port: WebSockets of devices at /ws, and its status as JSON at /api/status, for administrators.
+"""The server's only port: WebSockets of devices at /ws, the page that makes a browser a device at /join, the
+dashboard at / and, for administrators, what it shows: /api/status, /api/plan, /api/events; /metrics for Prometheus.
 
 Runs an event loop in its own thread, so that training in other threads continues undisturbed. Connections have passed
 `admission/gate.py`; answers to strangers reveal nothing about the run.
@@ -8,27 +9,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import dataclasses
 import socket
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import cast
 
+import msgspec
 import uvicorn
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.server import ServerState
 
 from cleave.descriptors import descriptors
 from cleave.errors import InputError
-from cleave.server import process_settings
+from cleave.server import event_stream, process_settings
 from cleave.server.admission.certificate import Certificate
 from cleave.server.admission.doorkeeper import WITHIN_S
 from cleave.server.admission.gate import Entrance, Limits, Say, fitting, is_loopback, objection_to, place_of
 from cleave.server.admission.tokens import Keys
 from cleave.server.cluster import Cluster
+from cleave.server.metrics import CONTENT_TYPE, as_metrics
+from cleave.server.pages import page_routes
+from cleave.server.tiling import tiling
 from cleave.transport.base import Channel
 from cleave.transport.websocket import Accepting
 
@@ -55,7 +60,10 @@ class Service:
         limits: Limits | None = None,
         wrap: Wrap | None = None,
         say: Say = lambda text: None,
+        events: Path | None = None,
     ) -> None:
+        """`events` is the log of the run, for /api/events, if it has one."""
+        self._events = events
         self._keys, self._certificate, self._limits, self._say = keys or Keys(), certificate, limits, say
         self._wrap = wrap
         self._socket = bind(listen)
@@ -102,7 +110,7 @@ class Service:
 
     async def _serve(self) -> None:
         config = uvicorn.Config(
-            Starlette(routes=[Route("/api/status", self._for_admins(self._status))]),
+            Starlette(routes=self._routes()),
             http="h11",
             ws=cast("type[asyncio.Protocol]", self._upgrade),
             lifespan="off",
@@ -121,6 +129,16 @@ class Service:
         for stay in self._stays:
             stay.cancel()
         await asyncio.gather(*self._stays, return_exceptions=True)
+
+    def _routes(self) -> list[Route]:
+        return [
+            Route("/healthz", _healthy),
+            Route("/api/status", self._for_admins(self._status)),
+            Route("/api/plan", self._for_admins(self._plan)),
+            Route("/api/events", self._for_admins(self._follow)),
+            Route("/metrics", self._for_admins(self._metrics)),
+            *page_routes(),
+        ]
 
     def _upgrade(self, config: uvicorn.Config, server_state: ServerState, app_state: object) -> Accepting:
         """Take a WebSocket from uvicorn: the connection goes to the cluster, bypassing ASGI and its copies."""
@@ -166,7 +184,30 @@ class Service:
             return scheme.lower() == "bearer" and await self.cluster.administers(token.strip(), address)
 
     async def _status(self, request: Request) -> Response:
-        return JSONResponse(dataclasses.asdict(self.cluster.status()))
+        return _json(self.cluster.status())
+
+    async def _plan(self, request: Request) -> Response:
+        return _json(tiling(self.cluster.plan()))
+
+    async def _follow(self, request: Request) -> Response:
+        if self._events is None:
+            return PlainTextResponse("this run keeps no events\n", 404)
+        return StreamingResponse(
+            event_stream.follow(self._events, self._stopping), media_type=event_stream.CONTENT_TYPE
+        )
+
+    async def _metrics(self, request: Request) -> Response:
+        return Response(as_metrics(self.cluster.status()), headers={"Content-Type": CONTENT_TYPE})
+
+
+def _json(what: object) -> Response:
+    """Encode fast, as thousands of devices must not stall the event loop; what is not finite is null."""
+    return Response(msgspec.json.encode(what), media_type="application/json")
+
+
+async def _healthy(request: Request) -> Response:
+    """Say that the event loop runs: for load balancers and service managers."""
+    return PlainTextResponse("ok\n")
 
 
 def bind(listen: str) -> socket.socket:

@@ -346,7 +346,7 @@ def test_the_status_is_open_on_a_loopback_server_without_tokens(serve: Serve) ->
         assert b"\r\nserver:" not in answer.lower()
 
 
-@pytest.mark.parametrize("path", ["/", "/api", "/api/status/", "/metrics", "/docs", "/%2e%2e/etc", "/keys.json"])
+@pytest.mark.parametrize("path", ["/api", "/api/status/", "/metrics/", "/docs", "/%2e%2e/etc", "/keys.json"])
 def test_an_unknown_path_is_not_found_and_reveals_nothing(serve: Serve, path: str) -> None:
     answer = said(connected(serve(Keys(TOKEN))), request(path))
     assert answer.split(b" ")[1] in (b"404", b"307")

@@ -22,6 +22,7 @@ from cleave.transport.base import Channel, Received
 _PROBES = 3
 _FIRST_PROBE, _SMALL_PROBE, _LARGE_PROBE = 128 << 10, 256 << 10, 4 << 20
 _MOST_BURST = 4.0  # factor by which a burst may have shortened a probe
+_LEAST_MOVING = 1 / 8  # of a probe's time: a latency measured while others kept a process busy may exceed all of it
 _PROBE_S, _LONG_PROBE_S = 0.05, 0.5  # for which a probe should keep a link busy, and beyond which none follows
 _PROBES_AT_ONCE, _PROBES_PER_S = 16.0, 0.5
 """Large probes that newcomers may get: in a burst, and in the long run."""
@@ -183,15 +184,32 @@ async def _exchange(
     started = time.perf_counter()
     await channel.send(messages.Probe(answer=up_bytes, payload=down_bytes), bytes(down_bytes))
     answer = await _probed(channel)
-    took_s = max(time.perf_counter() - started - latency_s, 1e-6)
+    whole_s = time.perf_counter() - started
     assert isinstance(answer.message, messages.Probed)
-    claimed_s = answer.message.down_s if answer.message.down_s > 0 else 0.0
+    up = Arrival(up_bytes, answer.link_s, answer.arrival_s)
+    return rates(down_bytes, answer.message.down_s, up, whole_s, latency_s, known_up)
+
+
+class Arrival(NamedTuple):
+    """Bytes that arrived, the seconds they were seen to take, and those they take at the link's sustained rate."""
+
+    size_bytes: int
+    link_s: float
+    arrival_s: float
+
+
+def rates(
+    down_bytes: int, claimed_s: float, up: Arrival, whole_s: float, latency_s: float, known_up: float = 0.0
+) -> _Exchange:
+    """Tell rates from an exchange of `whole_s`, of which the device claims to have received for `claimed_s`."""
+    took_s = max(whole_s - latency_s, whole_s * _LEAST_MOVING, 1e-6)
+    claimed_s = max(claimed_s, 0.0)
     # a burst, or bytes found in a buffer, may make one way look shorter than the link's rate says, but nothing makes
     # both ways together shorter than they were
-    returning_s = min(answer.link_s, up_bytes / known_up) if known_up else answer.link_s
+    returning_s = min(up.link_s, up.size_bytes / known_up) if known_up else up.link_s
     down_s = max(min(claimed_s, _MOST_BURST * took_s), took_s - returning_s, 1e-7)
-    up_s = max(answer.arrival_s, took_s - claimed_s, 1e-7)
-    return _Exchange(down_bytes / down_s, up_bytes / up_s, took_s)
+    up_s = max(up.arrival_s, took_s - claimed_s, 1e-7)
+    return _Exchange(down_bytes / down_s, up.size_bytes / up_s, took_s)
 
 
 async def _probed(channel: Channel) -> Received:

@@ -114,7 +114,9 @@ class ErrandRun:
         fleet: FleetView,
         is_in_turn: bool = False,
     ) -> None:
-        """`assign` words the errands when the run begins, in the engine's thread; `lost` hears of failed devices.
+        """`assign` words the errands when the run begins, in the engine's thread.
+
+        `lost` hears of devices that failed while they were connected: those that left hold nothing any more.
 
         With `is_in_turn`, a device gets one errand after the other, pressing ones first.
         """
@@ -235,7 +237,8 @@ class ErrandRun:
         for number in self._waiting.pop(device):
             self._close(number)
         self._waiting[device] = deque()
-        self._lost(device)
+        if device in self._fleet:
+            self._lost(device)
 
     def _close(self, number: int) -> None:
         self._open -= 1

@@ -10,7 +10,7 @@ from cleave.core.model.decoder import Decoder, Head, Part, View
 from cleave.core.model.shard import Shard
 from cleave.core.schedule.tasks import Operand
 from cleave.server.operands import Operands, Tensor
-from cleave.server.resident.lease import Lease
+from cleave.server.resident.pass_lease import PassLease
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ def hold(
     shard: Shard,
     batch: Batch[Tensor],
     operands: Operands,
-    lease: Lease | None = None,
+    lease: PassLease | None = None,
     *,
     is_trained: bool,
 ) -> HeldShard:

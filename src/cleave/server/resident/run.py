@@ -41,7 +41,7 @@ from cleave.server.resident.activations import Activations, Batched
 from cleave.server.resident.attempt import Attempt
 from cleave.server.resident.audit_case import AuditCase
 from cleave.server.resident.audits import Audits
-from cleave.server.resident.lease import Lease
+from cleave.server.resident.pass_lease import PassLease
 from cleave.server.resident.results import GradientPart, ResidentResults, UnitResult
 from cleave.server.resident.tasks import HoldWork, ResidentTasks, ResidentWork
 
@@ -57,8 +57,6 @@ class _NewWeights:
 
 
 class ResidentRun:
-    is_exclusive = True
-
     def __init__(
         self,
         decoder: Decoder,
@@ -73,13 +71,17 @@ class ResidentRun:
         fleet: FleetView,
         audits: Audits,
         post: Callable[[EngineEvent], None],
-        lease: Lease | None = None,
+        lease: PassLease | None = None,
+        dy: Matrix | None = None,
+        is_beside: bool = False,
     ) -> None:
         """`plan` is the one chosen for the batch; without one, the run requests it. `post` reaches the engine.
 
-        With a lease, `plan` is the one it was made for, and the run ends with LeaseLost where others begin again.
+        With a lease, `plan` is the one it was made for, and the run ends with LeaseLost where others begin again. With
+        `dy`, the gradient of the output is known from the start, and no output is wanted. `is_beside` lets other passes
+        run meanwhile, on other devices.
         """
-        self._lease = lease
+        self._lease, self.is_exclusive = lease, not is_beside
         self.decoder, self.batch, self.results = decoder, batch, results
         self.outputs: Future[Matrix] = Future()
         self.returned: Future[Gradients] = Future()
@@ -94,7 +96,7 @@ class ResidentRun:
         self._format: WireFormat = format
         self._gradient_format: WireFormat = gradient_format
         self._operands, self._ids, self._fleet, self._audits, self._post = operands, ids, fleet, audits, post
-        self._plan, self._dy = plan, cast("Matrix | None", None)
+        self._plan, self._dy = plan, dy
         self._course: Course = "forward"
         self._attempt: Attempt | None = None
         self._last: Attempt | None = None
@@ -111,7 +113,9 @@ class ResidentRun:
     @property
     def is_done(self) -> bool:
         """Whether its caller has everything, or the error."""
-        return self.outputs.done() and (self.returned.done() or not self.batch.is_trained)
+        return (self.outputs.done() or self._course == "backward") and (
+            self.returned.done() or not self.batch.is_trained
+        )
 
     @property
     def plan(self) -> ResidentPlan | None:

@@ -34,7 +34,7 @@ from cleave.server.contract import Run
 from cleave.server.operands import Operands, Tensor
 from cleave.server.resident.activations import Activations, Batched
 from cleave.server.resident.held_shard import HeldShard, hold
-from cleave.server.resident.lease import Lease
+from cleave.server.resident.pass_lease import PassLease
 from cleave.server.resident.readings import Accumulator, Reading, Stack
 
 _LEAST_SPEED = 1e-9
@@ -110,7 +110,7 @@ class ResidentTasks:
         operands: Operands,
         ids: Iterator[int],
         course: Course,
-        lease: Lease | None = None,
+        lease: PassLease | None = None,
     ) -> None:
         self._run_ref = weakref.ref(run)  # the run holds these tasks: a cycle would keep weights until collected
         self._decoder, self._batch, self._plan, self._activations = decoder, batch, plan, activations
@@ -293,10 +293,14 @@ class ResidentTasks:
     ) -> Iterator[Task]:
         """Yield tasks that send devices the weights they lack, before the first unit reaches them.
 
-        Not to devices whose shards do not fit at once: one would evict the other.
+        Those of a device's first shard go before any rows, which it cannot compute without them. None go to devices
+        whose shards do not fit at once: one would evict the other.
         """
+        begun: set[DeviceId] = set()
         for shard, held in self.held.items():
             for desk in pipeline.desks.at(shard):
+                priority = AHEAD if desk.device in begun else FORWARD
+                begun.add(desk.device)
                 served = sum(
                     self.need_bytes(other, one.slots, one.keeps) for other, one in pipeline.desks.of(desk.device)
                 )
@@ -304,17 +308,19 @@ class ResidentTasks:
                     continue
                 missing = tuple(operand for operand in held.operands if not holds(desk.device, operand))
                 if missing:
-                    yield self._hold_task(desk.device, missing, None)
+                    yield self._hold_task(desk.device, missing, None, priority)
 
-    def _hold_task(self, device: DeviceId, operands: tuple[Operand, ...], tensor: Tensor | None) -> Task:
+    def _hold_task(
+        self, device: DeviceId, operands: tuple[Operand, ...], tensor: Tensor | None, priority: int = AHEAD
+    ) -> Task:
         program = Hold(operands=tuple(operand.id for operand in operands))
         id = TaskId(next(self._ids))
-        message = messages.RunTask(task=id, priority=AHEAD, format="fp32", program=program)
+        message = messages.RunTask(task=id, priority=priority, format="fp32", program=program)
         return Task(
             id=id,
             device=device,
             group=self._run if tensor is not None else self,
-            priority=AHEAD,
+            priority=priority,
             operands=operands,
             rows=1,
             cols=1,

@@ -299,8 +299,8 @@ class _Runner:
             x.shape[1],
             is_trained,
             is_trained and x.requires_grad,
-            states := self.leases.states(description) if is_trained else None,
-            frozenset() if states is None else self.leases.unleased(description),
+            states := self.leases.eligibility.states(description) if is_trained else None,
+            frozenset() if states is None else self.leases.eligibility.unleased(description),
         )
         choice = self._fleet.choose_pass(work, self._local, must=self._must)
         if not choice.is_resident:
@@ -316,6 +316,7 @@ class _Runner:
             targets=None if request is None else request.targets,
             is_trained=is_trained,
             plan=choice.plan,
+            work=work,
             overlap=self._overlap,
             leases=self.leases,
         )

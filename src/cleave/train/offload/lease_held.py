@@ -8,7 +8,7 @@ happens, base and log together give the present weights. `leases.py` decides; `l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -20,6 +20,7 @@ from cleave.core.model.batch import Matrix
 from cleave.core.model.decoder import Decoder
 from cleave.core.model.shard import Shard
 from cleave.core.model.update_rule import Rule
+from cleave.core.plan.choose import PassWork
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.errors import LeaseLost
 from cleave.train.offload import update_rules
@@ -43,6 +44,18 @@ class FleetSnapshot(Protocol):
     def cancel(self) -> Callable[[], None]: ...
 
 
+class FleetPassLease(Protocol):
+    """What a fleet offers of a lease to a pass: `server/resident/pass_lease.py`."""
+
+    plan: ResidentPlan
+    parameters: frozenset[int]
+
+    @property
+    def lease(self) -> FleetLease: ...
+    @property
+    def is_current(self) -> bool: ...
+
+
 class FleetLease(Protocol):
     """What a fleet offers of a lease; the requests are words of `server/resident/lease.py`."""
 
@@ -50,7 +63,9 @@ class FleetLease(Protocol):
     plan: ResidentPlan
     parameters: frozenset[int]
 
+    def for_pass(self, plan: ResidentPlan | None = None, numbers: Sequence[int] | None = None) -> FleetPassLease: ...
     def lend(self) -> Future[list[Matrix]]: ...
+    def lend_again(self, plan: ResidentPlan, lent: Mapping[int, Any]) -> Future[list[Matrix]]: ...
     def forget_numbers(self) -> None: ...
     def measure(self) -> Future[list[Matrix]]: ...
     def square_sums(self, matrices: list[Matrix]) -> dict[int, float]: ...
@@ -58,7 +73,7 @@ class FleetLease(Protocol):
     def read(self, parameters: Collection[int], *, gradients: bool) -> Future[list[Matrix]]: ...
     def snapshot(self, parameters: Collection[int]) -> FleetSnapshot: ...
     def values(self, parameters: Collection[int], matrices: list[Matrix], *, gradients: bool) -> Mapping[int, Any]: ...
-    def clear_gradients(self) -> None: ...
+    def clear_gradients(self, parameters: Collection[int] | None = None) -> None: ...
     def end(self) -> None: ...
 
 
@@ -78,7 +93,7 @@ class Generation:
 
 @dataclass(slots=True, eq=False)
 class LeasedShard:
-    """What one device keeps, and from where it can be rebuilt."""
+    """What one device keeps, and from where it can be rebuilt; it stays the same when another device takes over."""
 
     shard: Shard
     parameters: frozenset[int]
@@ -89,6 +104,11 @@ class LeasedShard:
     begun: int = 0
     """Position of its last snapshot, complete or not."""
     under_way: FleetSnapshot | None = None
+
+    def give_up_snapshot(self) -> None:
+        """Forget the snapshot under way: its device is gone. The next update may begin another."""
+        self.cancel()
+        self.begun = self.base
 
     def cancel(self) -> None:
         under_way, self.under_way = self.under_way, None
@@ -117,6 +137,7 @@ class Held:
     """A lease in force."""
 
     lease: FleetLease
+    work: PassWork
     description: Description
     parameters: dict[int, nn.Parameter]
     optimizer: optim.Optimizer
@@ -151,8 +172,9 @@ class Held:
             yield from (own[name] for name in update_rules.state_names(self.group(number)) if name in own)
 
     def lent(self, fleet: Any, number: int) -> tuple[Any, ...]:
-        """Return a parameter and its states as tensors of the fleet, to be lent."""
-        return lent(fleet, self.optimizer, self.group(number), self.parameters[number])
+        """Return a parameter and its states, as they are here, as tensors of the fleet, to be lent."""
+        with torch._C.DisableTorchFunctionSubclass():  # else reading an old one would fetch them all
+            return lent(fleet, self.optimizer, self.group(number), self.parameters[number])
 
     def write(self, values: Mapping[int, Any]) -> None:
         """Take over weights and states."""

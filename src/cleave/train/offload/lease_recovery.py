@@ -1,26 +1,28 @@
 # pyright: standard
 """Rebuild what a lost device took along: train its shards again, alone, from their bases through the log.
 
-A shard's inputs and the gradients of its outputs are in the log, so that nothing else has to run again. Where devices
-can keep the shard meanwhile, it is lent to them again: weights and states go down once and come up once, and only what
-was logged travels in between. Elsewhere gradients come up in each step and this process applies the updates, with the
-optimizer's own arithmetic and the rules that were logged. `leases.py` decides when.
+A shard's inputs and the gradients of its outputs are in the log, so that nothing else has to run again. `Regaining`
+leaves the lease in force: lost shards are lent to other devices as they are here, all at once, and do there what was
+logged; nothing comes up, and what other devices keep stays where it is. `Replay` ends it, where devices cannot hold
+more: survivors are fetched, and lost shards come back to this process. `leases.py` decides when.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Collection, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from cleave.core.model.batch import Batch
 from cleave.core.model.decoder import Decoder
-from cleave.core.model.shard import standing_alone
+from cleave.core.model.shard import Shard, standing_alone
 from cleave.core.plan.choose import PassWork
-from cleave.core.plan.resident.stages import ResidentPlan
+from cleave.core.plan.resident.stages import ResidentPlan, Stage
 from cleave.errors import LeaseLost
 from cleave.train.offload import update_rules
 from cleave.train.offload.boundary_log import LoggedPass, LoggedStep
@@ -33,11 +35,11 @@ Totals = dict[int, torch.Tensor]
 """Parameter -> sum of its gradients."""
 
 
-def fetch_survivors(fleet: Any, held: Held) -> list[LeasedShard]:
-    """Fetch what is still on devices; return the shards that are not."""
+def fetch_survivors(fleet: Any, held: Held, behind: Collection[LeasedShard]) -> list[LeasedShard]:
+    """Fetch what devices have in its present state; return the other shards, those that are `behind` among them."""
     while True:
         intact = fleet.intact(held.lease)
-        whole = [one for one in held.shards if one.parameters <= intact]
+        whole = [one for one in held.shards if one.parameters <= intact and one not in behind]
         wanted = frozenset[int]().union(*(one.parameters for one in whole))
         try:
             if wanted:
@@ -48,11 +50,161 @@ def fetch_survivors(fleet: Any, held: Held) -> list[LeasedShard]:
         return [one for one in held.shards if one not in whole]
 
 
-class Replay:
-    """A lease's work done again, by whatever devices there are."""
+class _Doing:
+    """What both ways to recover share: a shard's part of a logged pass."""
 
     def __init__(self, fleet: Any, weights: Weights, held: Held) -> None:
         self._fleet, self._weights, self._held = fleet, weights, held
+
+    def _batch(
+        self, one: LeasedShard, numbers: tuple[int, ...], logged: LoggedPass, *, has_head: bool, is_leased: bool
+    ) -> tuple[Batch[Any], Any]:
+        """Return a shard's batch in a logged pass, and the gradient of its output."""
+        x, dy = self._held.log.border(logged, one.shard)
+        leased = one.parameters if is_leased else ()
+        batch = replace(
+            logged.batch,
+            x=x,
+            operands=tuple(None if number in leased else self._operand(logged, number) for number in numbers),
+            targets=logged.batch.targets if has_head else None,
+            scales=logged.batch.scales if has_head else None,
+            wants_dx=False,
+            is_trained=True,
+            is_piecemeal=False,
+        )
+        return batch, None if has_head else dy
+
+    def _operand(self, logged: LoggedPass, number: int) -> Any:
+        """Return a parameter as its device had it in a pass; frozen ones travelled in the wire's format."""
+        held = self._held
+        if number in logged.parameters:
+            matrix, format = held.log.parameter(logged, number)
+            operand = self._fleet.tensor(*matrix.shape, format)
+            operand.bind(matrix)
+            return operand
+        parameter = held.description.parameters[number]
+        format = "fp32" if number in held.parameters else parameter_format(self._fleet, parameter)
+        return self._weights.operand(parameter, format)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Place:
+    """A shard alone on the device that keeps it."""
+
+    alone: Decoder
+    numbers: tuple[int, ...]
+    """Its parameters' numbers in the whole."""
+    plan: ResidentPlan
+
+
+class Regaining(_Doing):
+    """A lease that lost devices, on its way back to the present, on those that are left."""
+
+    def __init__(self, fleet: Any, weights: Weights, held: Held) -> None:
+        super().__init__(fleet, weights, held)
+        self.behind: set[LeasedShard] = set()
+        """Shards that no device has in their present state."""
+        generation = held.generation
+        self._has_gradients = bool(generation.gradients) and not generation.is_spent
+        is_clean = generation.begun == generation.returned
+        self._stale = set[LeasedShard]() if is_clean else set(held.shards)
+        """Shards whose gradients on devices are not those of the logged passes: a pass was broken off."""
+
+    def regain(self) -> bool:
+        """Have devices keep all shards again, as of now; False if they cannot, or if none of them is lost."""
+        held = self._held
+        while True:
+            intact = self._fleet.intact(held.lease)
+            broken = {one for one in held.shards if not one.parameters <= intact}
+            if not broken:
+                return False
+            self.behind |= broken
+            self._stale |= broken
+            plan = self._fleet.rehouse(held.work, held.lease, [one.shard for one in self.behind])
+            if plan is None:
+                return False
+            try:
+                self._regain(plan)
+            except LeaseLost as fault:
+                log.info("a recovery begins again: %s", fault)
+                continue
+            return True
+
+    def _regain(self, plan: ResidentPlan) -> None:
+        held = self._held
+        for one in self.behind:
+            one.give_up_snapshot()
+        lent = {number: held.lent(self._fleet, number) for one in self.behind for number in one.parameters}
+        lending = held.lease.lend_again(plan, lent)
+        self._fleet.wait(lending)
+        held.lease.forget_numbers()
+        self._at_once(plan, self.behind, self._updates)
+        if self._has_gradients:
+            self._at_once(plan, self._stale, self._gradients)
+        else:
+            held.lease.clear_gradients()
+
+    def _at_once(
+        self,
+        plan: ResidentPlan,
+        shards: Collection[LeasedShard],
+        doing: Callable[[LeasedShard, _Place], Iterator[Future[Any]]],
+    ) -> None:
+        """Do something with shards on all devices at the same time, one shard after the other on each."""
+        columns = {column.shard: column for stage in plan.stages for column in stage.columns}
+        turns: dict[str, list[Iterator[Future[Any]]]] = {}
+        for one in sorted(shards, key=lambda one: one.shard):
+            alone, numbers = standing_alone(_trained_alone(self._held, one), one.shard)
+            column = columns[one.shard]._replace(shard=Shard(first=0, count=one.shard.count))
+            place = _Place(alone, numbers, replace(plan, stages=(Stage(columns=(column,)),)))
+            turns.setdefault(column.holdings[0].device, []).append(doing(one, place))
+        lanes = [itertools.chain.from_iterable(each) for each in turns.values()]
+        while lanes:
+            pending = [(lane, future) for lane in lanes if (future := next(lane, None)) is not None]
+            for _, future in pending:
+                self._fleet.wait(future)
+            lanes = [lane for lane, _ in pending]
+
+    def _updates(self, one: LeasedShard, place: _Place) -> Iterator[Future[Any]]:
+        """Bring a shard from its base to the last update, on its device."""
+        lease, steps = self._held.lease, self._held.log.steps(one.base)
+        for step in steps:
+            lease.clear_gradients(one.parameters)
+            for logged in step.passes:
+                yield self._begin(one, place, logged)
+            factor = step.passes[0].factor  # that of all its passes
+            yield lease.update(
+                {n: (rule, factor * more) for n, (rule, more) in step.rules.items() if n in one.parameters}
+            )
+        self.behind.discard(one)
+        log.info("replayed %d steps of a lost shard on %s", len(steps), ", ".join(place.plan.devices))
+
+    def _gradients(self, one: LeasedShard, place: _Place) -> Iterator[Future[Any]]:
+        """Add the gradients of the passes since the last update, on the device."""
+        self._held.lease.clear_gradients(one.parameters)
+        for logged in self._held.log.open_passes:
+            yield self._begin(one, place, logged)
+        self._stale.discard(one)
+
+    def _begin(self, one: LeasedShard, place: _Place, logged: LoggedPass) -> Future[Any]:
+        has_head = place.alone.head is not None
+        batch, dy = self._batch(one, place.numbers, logged, has_head=has_head, is_leased=True)
+        lease = self._held.lease.for_pass(place.plan, place.numbers)
+        return self._fleet.run(place.alone, batch, place.plan, lease, dy=dy, is_beside=True).returned
+
+
+def _trained_alone(held: Held, one: LeasedShard) -> Decoder:
+    """Return the decoder with nothing trained but what is leased of a shard: other gradients were returned long ago."""
+    decoder = held.lease.decoder
+    parameters = tuple(
+        each._replace(is_trained=each.is_trained and number in one.parameters)
+        for number, each in enumerate(decoder.parameters)
+    )
+    return replace(decoder, parameters=parameters)
+
+
+class Replay(_Doing):
+    """A lost lease's work done again, by whatever devices there are, for this process."""
 
     def updates(self, lost: LeasedShard) -> None:
         """Bring a shard from its base to the last update."""
@@ -140,32 +292,9 @@ class Replay:
         self, one: LeasedShard, alone: Decoder, numbers: tuple[int, ...], logged: LoggedPass, lease: FleetLease | None
     ) -> tuple[Any, ...]:
         """Run a shard in a pass again, from what crossed its borders; return the gradients that come back."""
-        x, dy = self._held.log.border(logged, one.shard)
         has_head = alone.head is not None
-        leased = () if lease is None else one.parameters
-        batch = replace(
-            logged.batch,
-            x=x,
-            operands=tuple(None if number in leased else self._operand(logged, number) for number in numbers),
-            targets=logged.batch.targets if has_head else None,
-            scales=logged.batch.scales if has_head else None,
-            wants_dx=False,
-            is_trained=True,
-            is_piecemeal=False,
-        )
-        plan = None if lease is None else lease.plan
-        running = self._fleet.run(alone, batch, plan, lease, is_exact=True)
+        batch, dy = self._batch(one, numbers, logged, has_head=has_head, is_leased=lease is not None)
+        plan, pass_lease = (None, None) if lease is None else (lease.plan, lease.for_pass())
+        running = self._fleet.run(alone, batch, plan, pass_lease, is_exact=True)
         self._fleet.wait(running.outputs)
-        return self._fleet.wait(running.backward(None if has_head else dy)).parameters
-
-    def _operand(self, logged: LoggedPass, number: int) -> Any:
-        """Return a parameter as its device had it in a pass; frozen ones travelled in the wire's format."""
-        held = self._held
-        if number in logged.parameters:
-            matrix, format = held.log.parameter(logged, number)
-            operand = self._fleet.tensor(*matrix.shape, format)
-            operand.bind(matrix)
-            return operand
-        parameter = held.description.parameters[number]
-        format = "fp32" if number in held.parameters else parameter_format(self._fleet, parameter)
-        return self._weights.operand(parameter, format)
+        return self._fleet.wait(running.backward(dy)).parameters

@@ -7,8 +7,9 @@ runs before `optimizer.step()` sends the step to the devices and hides the gradi
 pattern ends the lease, and everything is as if there had been none.
 
 Snapshots of weights and states come up while links are idle, and `BoundaryLog` keeps what went in and out of leased
-stages since (`lease_held.py`). If a device leaves, its stages are trained again from there, alone, by the remaining
-devices: the losses do not change (`lease_recovery.py`). `lease.py` in the server words the requests to devices.
+stages since (`lease_held.py`). If a device leaves, another one trains its stages again from there, and the lease goes
+on: losses do not change (`lease_recovery.py`). `lease_eligibility.py` knows what may be leased; `lease.py` in the
+server words the requests to devices.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ from typing import Any
 
 import torch
 from torch import nn, optim
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.batch import Batch, Matrix
 from cleave.core.model.shard import Shard
+from cleave.core.plan.choose import PassWork
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.errors import CleaveError, LeaseLost
 from cleave.events import Listener, Note
@@ -35,8 +36,10 @@ from cleave.train.offload import update_rules
 from cleave.train.offload.boundary_log import BoundaryLog, LogFullError
 from cleave.train.offload.codec import TorchCodec
 from cleave.train.offload.families import Description
-from cleave.train.offload.lease_held import FleetLease, Generation, Held, LeasedShard, lent, matrix
-from cleave.train.offload.lease_recovery import Replay, fetch_survivors
+from cleave.train.offload.lease_eligibility import Eligibility, stepped_here
+from cleave.train.offload.lease_held import FleetLease, FleetPassLease, Generation, Held, LeasedShard, lent, matrix
+from cleave.train.offload.lease_moves import leased_shards, move
+from cleave.train.offload.lease_recovery import Regaining, Replay, fetch_survivors
 from cleave.train.offload.leased_tensors import LeasedGradient, lease, release
 from cleave.train.offload.linear import Weights, parameter_format
 from cleave.train.offload.step_hooks import watch_steps
@@ -54,13 +57,10 @@ class Leases:
         self, fleet: Any, weights: Weights, tell: Listener, *, shared: Collection[int], is_allowed: bool
     ) -> None:
         """`shared` are the ids of parameters that several modules use."""
-        self._shared = shared
         self._fleet, self._weights, self._tell = fleet, weights, tell
-        self._refusal = "" if is_allowed else "leases are switched off"
+        self.eligibility = Eligibility(shared, self._say, refusal="" if is_allowed else "leases are switched off")
         self._held: Held | None = None
         self._lock = threading.RLock()
-        self._optimizers = WeakTensorKeyDictionary()  # parameter -> optimizer that steps it
-        self._watched: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
         self._hidden: list[tuple[nn.Parameter, LeasedGradient]] = []
         self._told: set[str] = set()
         self._reads = 0
@@ -68,102 +68,76 @@ class Leases:
         watch_steps(self)
         fleet.before_closing(_Hook(weakref.ref(self), Leases._closing))
 
-    # -------------------------------------------------------------------------------------------- what may be leased
-
     def know(self, optimizer: optim.Optimizer) -> None:
         """Learn which parameters an optimizer steps."""
-        if optimizer in self._watched:
-            return
-        self._watched.add(optimizer)
-        itself = weakref.ref(self)
-        optimizer.register_state_dict_pre_hook(_Hook(itself, Leases._saving_states))
-        optimizer.register_load_state_dict_pre_hook(_Hook(itself, Leases._loading_states))
-        reference = weakref.ref(optimizer)
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                self._optimizers[parameter] = reference
-
-    def states(self, description: Description) -> int | None:
-        """Optimizer states per weight if devices may keep weights in the next pass; None if they may not."""
-        trained = [one for one in description.parameters if one.requires_grad]
-        optimizers = {id(one): one for one in map(self._optimizer_of, trained) if one is not None}
-        if self._refusal or len(optimizers) != 1:
-            return None
-        (optimizer,) = optimizers.values()
-        reason = update_rules.why_not(optimizer)
-        if reason is not None:
-            self._say(f"the optimizer runs on the server: {reason}")
-            return None
-        return max((len(update_rules.state_names(group)) for group in optimizer.param_groups), default=0)
-
-    def _optimizer_of(self, parameter: nn.Parameter) -> optim.Optimizer | None:
-        reference = self._optimizers.get(parameter)
-        return None if reference is None else reference()
-
-    def unleased(self, description: Description) -> frozenset[int]:
-        """Trained parameters that the server must step itself, whoever holds them."""
-        found: set[int] = set()
-        for number, parameter in enumerate(description.parameters):
-            reason = self._why_not(parameter) if parameter.requires_grad else None
-            if reason is not None:
-                found.add(number)
-                self._say(f"the server steps some weights itself: {reason}")
-        return frozenset(found)
-
-    def _leasable(self, description: Description, plan: ResidentPlan) -> dict[int, Shard]:
-        """Parameters that devices should keep under a plan, with their shards."""
-        decoder, kept_here = description.stack, self.unleased(description)
-        return {
-            view.parameter: column.shard
-            for stage in plan.stages
-            for column in stage.columns
-            if column.is_leased
-            for view in column.shard.views(decoder)
-            if decoder.parameters[view.parameter].is_trained and view.parameter not in kept_here
-        }
-
-    def _why_not(self, parameter: nn.Parameter) -> str | None:
-        if id(parameter) in self._shared:
-            return "a weight is used in several places, such as a head tied to the token table"
-        if self._optimizer_of(parameter) is None:
-            return "a weight is stepped by no optimizer that was seen"
-        if parameter.dtype != torch.float32 or parameter.device.type != "cpu":
-            return f"a weight is {parameter.dtype} on {parameter.device.type}, not float32 on the CPU"
-        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
-            return "a weight has hooks on its gradient"
-        return None
+        if self.eligibility.learn(optimizer):
+            itself = weakref.ref(self)
+            optimizer.register_state_dict_pre_hook(_Hook(itself, Leases._saving_states))
+            optimizer.register_load_state_dict_pre_hook(_Hook(itself, Leases._loading_states))
 
     # -------------------------------------------------------------------------------------------- a pass
 
-    def for_training(self, description: Description, plan: ResidentPlan | None) -> FleetLease | None:
+    def for_training(
+        self, description: Description, plan: ResidentPlan | None, work: PassWork
+    ) -> FleetPassLease | None:
         """Return the lease under which a pass should run; None if it should run without one."""
         with self._lock:
-            is_leased = plan is not None and any(column.is_leased for stage in plan.stages for column in stage.columns)
-            wanted = self._leasable(description, plan) if plan is not None and is_leased else {}
+            is_leased = plan is not None and plan.has_leases
+            wanted = self.eligibility.leasable(description, plan) if plan is not None and is_leased else {}
             held = self._held
-            if held is not None and not self._is_same(held, description, plan, wanted):
-                self.end("the plan changed")
-                held = None
-            if held is not None:
-                self._continue(held)
+            if held is not None and self._fleet.intact(held.lease) != held.lease.parameters:
+                self.recover("a device that kept some left")  # the plan is for the others already
                 held = self._held
+            if held is not None and not self._is_of(held, description, wanted):
+                self.end("the plan changed")
+            elif held is not None:
+                self._continue(held)
+            held = self._held
+            if held is not None and plan is not None and held.lease.plan.holders != plan.holders:
+                self._move(held, plan, wanted)
+                held = self._held
+            elif held is not None and plan is not None:
+                held.lease.plan = plan  # with chunks and shares of rows by newer rates
             if held is None and wanted and plan is not None:
-                held = self._begin(description, plan, wanted)
-            if held is None:
-                return None
-            held.generation.begun += 1
-            return held.lease
+                held = self._begin(description, plan, wanted, work)
+            return None if held is None else self._for_pass(held)
 
-    def _is_same(
-        self, held: Held, description: Description, plan: ResidentPlan | None, wanted: Mapping[int, Shard]
-    ) -> bool:
+    def _for_pass(self, held: Held) -> FleetPassLease:
+        held.generation.begun += 1
+        return held.lease.for_pass()
+
+    def begin_again(self, lease: FleetPassLease, fault: LeaseLost) -> FleetPassLease | None:
+        """Recover what a pass lost; return the lease under which to run it again, None if that has ended."""
+        with self._lock:
+            held = self._held
+            if held is None or held.lease is not lease.lease:
+                return None
+            if lease.is_current:
+                self.recover(str(fault))
+            return self._for_pass(held) if self._held is held else None
+
+    def _is_of(self, held: Held, description: Description, wanted: Mapping[int, Shard]) -> bool:
+        """Whether a lease is of the parameters that devices should keep."""
         return (
-            plan is not None
-            and held.lease.decoder == description.stack
-            and held.lease.plan.arrangement == plan.arrangement
+            held.lease.decoder == description.stack
             and held.parameters.keys() == wanted.keys()
             and all(one is description.parameters[number] for number, one in held.parameters.items())
         )
+
+    def _move(self, held: Held, plan: ResidentPlan, wanted: Mapping[int, Shard]) -> None:
+        """Follow another plan; end the lease if there are gradients on devices, or devices leave meanwhile."""
+        if held.generation.begun:
+            self.end("the plan changed")
+            return
+        try:
+            self._settle(held)
+            move(self._fleet, held, plan, wanted)
+        except LeaseLost as fault:
+            self.recover(str(fault))
+            self.end("the plan changed")
+            return
+        self._weights.touched()
+        log.info("the lease goes on under another plan")
 
     def _continue(self, held: Held) -> None:
         """Begin new gradients if the caller cleared the last ones, or add to them; else end the lease."""
@@ -178,9 +152,11 @@ class Leases:
         elif generation.is_spent or not all(_is_untouched(one, generation) for one in present):
             self.end("gradients were kept after a step, or some were changed and others not")
 
-    def _begin(self, description: Description, plan: ResidentPlan, wanted: Mapping[int, Shard]) -> Held | None:
+    def _begin(
+        self, description: Description, plan: ResidentPlan, wanted: Mapping[int, Shard], work: PassWork
+    ) -> Held | None:
         parameters = {number: description.parameters[number] for number in wanted}
-        optimizer = self._optimizer_of(next(iter(parameters.values())))
+        optimizer = self.eligibility.optimizer_of(next(iter(parameters.values())))
         assert optimizer is not None, "it was asked for above"
         if any(one.grad is not None for one in parameters.values()):
             return None  # gradients that are here would have to go along
@@ -199,13 +175,14 @@ class Leases:
         begun.forget_numbers()
         held = self._held = Held(
             lease=begun,
+            work=work,
             description=description,
             parameters=parameters,
             optimizer=optimizer,
             groups={number: groups[id(parameter)] for number, parameter in parameters.items()},
             log=BoundaryLog(TorchCodec(), self._fleet.wire),
-            shards=_leased_shards(plan, wanted),
-            stepped_here=_stepped_here(description, wanted),
+            shards=leased_shards(plan, wanted),
+            stepped_here=stepped_here(description, wanted),
         )
         for tensor in held.tensors:
             lease(tensor, self)
@@ -216,15 +193,15 @@ class Leases:
         )
         return held
 
-    def returned(self, lease: FleetLease, running: Any, batch: Batch[Any], factor: float) -> None:
+    def returned(self, lease: FleetPassLease, running: Any, batch: Batch[Any], factor: float) -> None:
         """Note that a pass under a lease is complete: its gradients wait on devices, multiplied by a factor.
 
         Raises LeaseLost if the lease ended meanwhile, and the gradients with it.
         """
         with self._lock:
             held = self._held
-            if held is None or held.lease is not lease:
-                raise LeaseLost("the lease ended before the pass did")
+            if held is None or held.lease is not lease.lease or not lease.is_current:
+                raise LeaseLost("the lease ended before the pass did, or its devices left")
             generation = held.generation
             stages = {column.shard: n for n, stage in enumerate(held.lease.plan.stages) for column in stage.columns}
             borders = [(one.shard, *running.boundary(stages[one.shard])) for one in held.shards]
@@ -241,7 +218,7 @@ class Leases:
             except LogFullError as full:
                 self._make_room(held, batch, factor, borders, str(full))
             if self._held is held and not is_first and factor != generation.factor:
-                self.recover("passes of one step have different factors on their loss")
+                self._rebuild(held, "passes of one step have different factors on their loss")
 
     def _changing(self, held: Held) -> dict[int, tuple[Matrix, WireFormat]]:
         """Return the parameters of leased shards that this process steps, as devices have them in this pass."""
@@ -256,9 +233,9 @@ class Leases:
         try:
             held.log.add_pass(batch, factor, borders, self._changing(held))
         except LogFullError:
-            self._refusal = f"the log of leased layers cannot be kept: {reason}"
-            self.end(self._refusal)
-            self._say(f"{self._refusal}; make room for temporary files, and the next run can use leases again")
+            refusal = self.eligibility.refusal = f"the log of leased layers cannot be kept: {reason}"
+            self.end(refusal)
+            self._say(f"{refusal}; make room for temporary files, and the next run can use leases again")
 
     # -------------------------------------------------------------------------------------------- the optimizer
 
@@ -275,7 +252,7 @@ class Leases:
             generation = held.generation
             present = {number: _grad(parameter) for number, parameter in held.parameters.items()}
             if reason is None and generation.begun != generation.returned:
-                self.recover(_NO_BACKWARD)
+                self._rebuild(held, _NO_BACKWARD)
                 return
             if reason is None and not all(
                 one is None or one is generation.gradients.get(n) for n, one in present.items()
@@ -294,6 +271,7 @@ class Leases:
                     self._fleet.wait(settled)
             except LeaseLost as fault:
                 self.recover(str(fault))
+                self.stepping(optimizer, args, kwargs)
                 return
             rules = {
                 number: (
@@ -334,14 +312,14 @@ class Leases:
                 return None
             generation = held.generation
             if generation.begun != generation.returned:
-                self.recover(_NO_BACKWARD)
+                self._rebuild(held, _NO_BACKWARD)
                 return None
             if generation.norms is None:
                 try:
                     sums = held.lease.square_sums(self._fleet.wait(held.lease.measure()))
                 except LeaseLost as fault:
                     self.recover(str(fault))
-                    return None
+                    return self.norm(number)
                 generation.norms = {each: math.sqrt(total) for each, total in sums.items()}
             return generation.norms[number]
 
@@ -376,9 +354,9 @@ class Leases:
                 log.info("fetched leased weights: %s", why)
                 self._was_read = True
                 if self._reads >= _MOST_READS:
-                    self._refusal = f"weights are read in every step ({why})"
-                    self._say(f"the optimizer runs on the server from now on: {self._refusal}")
-                    self.end(self._refusal)
+                    refusal = self.eligibility.refusal = f"weights are read in every step ({why})"
+                    self._say(f"the optimizer runs on the server from now on: {refusal}")
+                    self.end(refusal)
 
     def end(self, why: str) -> None:
         """End the lease: weights, states and gradients are here again, as if there had been none."""
@@ -390,13 +368,14 @@ class Leases:
             generation = held.generation
             wants = any(_grad(held.parameters[number]) is one for number, one in generation.gradients.items())
             if wants and generation.begun != generation.returned:
-                self.recover(why)
+                self._rebuild(held, why)
                 return
             try:
                 self._settle(held)
                 values = self._read(held, held.lease.parameters, gradients=wants)
             except LeaseLost as fault:
                 self.recover(str(fault))
+                self.end(why)
                 return
             if held.is_old:  # else the numbers here are current, and may have been changed since they were read
                 held.write(values)
@@ -407,7 +386,7 @@ class Leases:
             self._detach(held)
 
     def _fetch(self, held: Held) -> None:
-        """Fetch weights and states; the lease goes on. If a device is gone, recover instead."""
+        """Fetch weights and states; the lease goes on, unless devices are gone and it cannot."""
         held.take_snapshots()
         held.cancel_snapshots()  # what comes up now is newer
         try:
@@ -415,6 +394,8 @@ class Leases:
             values = self._read(held, held.lease.parameters, gradients=False)
         except LeaseLost as fault:
             self.recover(str(fault))
+            if self._held is held and not self._is_recovering:
+                self._fetch(held)
             return
         held.write(values)
         held.have_all()
@@ -449,44 +430,75 @@ class Leases:
         self._weights.touched()
 
     def recover(self, reason: str) -> None:
-        """End a lease of which a device is gone, or whose gradients are not the caller's: do its work again.
+        """Recover from devices that are gone: others keep what is lost and do what was logged, and the lease goes on.
 
-        Weights that are still on a device are fetched. The others are trained again from their bases, shard by shard,
-        by whatever devices there are; and so are the gradients since the last update, of all.
+        Where they cannot, it ends.
         """
         with self._lock:
             held = self._held
             if held is None or self._is_recovering:
                 return
-            self._say(f"weights that devices kept are recovered: {reason}", again=True)
             with suppress(LeaseLost):
                 self._settle(held)
             held.take_snapshots()
-            held.cancel_snapshots()
-            lost = fetch_survivors(self._fleet, held)
-            held.lease.end()  # survivors need room for what is lost
-            generation = held.generation
-            self._held, self._is_recovering = None, True
+            regaining = Regaining(self._fleet, self._weights, held)
+            self._is_recovering = True
             try:
-                for tensor in held.tensors:
-                    release(tensor)
-                wants = [n for n, one in generation.gradients.items() if _grad(held.parameters[n]) is one]
-                replay = Replay(self._fleet, self._weights, held)
-                with self._fleet.rescue():
-                    for one in lost:
-                        replay.updates(one)
-                    self._weights.touched()
-                    if wants and not generation.is_spent:
-                        for number, total in replay.gradients().items():
-                            clipped = generation.gradients[number].factor / generation.factor
-                            self._give(held, number, total * clipped)
-                for number in wants if generation.is_spent else ():
-                    held.parameters[number].grad = None  # its weights have changed since, and nobody needs it
+                is_back = regaining.regain()
             finally:
                 self._is_recovering = False
-            for parameter in held.parameters.values():
-                update_rules.forget_unused(held.optimizer, parameter)
-            held.log.close()
+            if not is_back:
+                self._rebuild(held, reason, regaining.behind)
+                return
+            self._say(f"weights that devices kept are recovered on others: {reason}", again=True)
+            generation = held.generation
+            generation.begun = generation.returned
+            if generation.is_spent:
+                self._drop_spent(held)
+
+    def _drop_spent(self, held: Held) -> None:
+        """Drop gradients that the optimizer has stepped with: no device has those of a lost shard."""
+        for number, gradient in held.generation.gradients.items():
+            if _grad(held.parameters[number]) is gradient:
+                held.parameters[number].grad = None
+        held.generation = Generation()
+
+    def _rebuild(self, held: Held, reason: str, behind: Collection[LeasedShard] = ()) -> None:
+        """End a lease of which a device is gone, or whose gradients are not the caller's: do its work again.
+
+        Weights that are still on a device are fetched, except those of shards that are `behind`. The others are trained
+        again from their bases, shard by shard, by whatever devices there are; and so are the gradients since the last
+        update, of all.
+        """
+        self._say(f"weights that devices kept are recovered: {reason}", again=True)
+        with suppress(LeaseLost):
+            self._settle(held)
+        held.take_snapshots()
+        held.cancel_snapshots()
+        lost = fetch_survivors(self._fleet, held, behind)
+        held.lease.end()  # survivors need room for what is lost
+        generation = held.generation
+        self._held, self._is_recovering = None, True
+        try:
+            for tensor in held.tensors:
+                release(tensor)
+            wants = [n for n, one in generation.gradients.items() if _grad(held.parameters[n]) is one]
+            replay = Replay(self._fleet, self._weights, held)
+            with self._fleet.rescue():
+                for one in lost:
+                    replay.updates(one)
+                self._weights.touched()
+                if wants and not generation.is_spent:
+                    for number, total in replay.gradients().items():
+                        clipped = generation.gradients[number].factor / generation.factor
+                        self._give(held, number, total * clipped)
+            if generation.is_spent:
+                self._drop_spent(held)
+        finally:
+            self._is_recovering = False
+        for parameter in held.parameters.values():
+            update_rules.forget_unused(held.optimizer, parameter)
+        held.log.close()
 
     # -------------------------------------------------------------------------------------------- hooks
 
@@ -529,21 +541,6 @@ def _nobody() -> None:
 
 def _nothing(*_: object) -> None:
     pass
-
-
-def _leased_shards(plan: ResidentPlan, wanted: Mapping[int, Shard]) -> tuple[LeasedShard, ...]:
-    every = {column.shard: column.snapshot_every for stage in plan.stages for column in stage.columns}
-    return tuple(
-        LeasedShard(shard, frozenset(number for number, other in wanted.items() if other == shard), every[shard])
-        for shard in dict.fromkeys(wanted.values())
-    )
-
-
-def _stepped_here(description: Description, wanted: Mapping[int, Shard]) -> tuple[int, ...]:
-    """Trained parameters of leased shards that are not leased themselves."""
-    decoder = description.stack
-    used = {view.parameter for shard in dict.fromkeys(wanted.values()) for view in shard.views(decoder)}
-    return tuple(sorted(number for number in used - wanted.keys() if decoder.parameters[number].is_trained))
 
 
 def _grad(parameter: nn.Parameter) -> torch.Tensor | None:

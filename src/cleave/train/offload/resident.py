@@ -8,9 +8,9 @@ collects. Also converts masks, rotary tables and labels of a batch. Knows no mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -19,11 +19,12 @@ import torch
 
 from cleave.core.model.batch import Batch, Gradients, Matrix
 from cleave.core.model.decoder import Decoder
+from cleave.core.model.shard import Shard
 from cleave.core.plan.choose import Local, PassChoice, PassWork
 from cleave.core.plan.resident.stages import ResidentPlan
 from cleave.errors import LeaseLost
 from cleave.train.offload.families import Description
-from cleave.train.offload.lease_held import FleetLease
+from cleave.train.offload.lease_held import FleetPassLease
 from cleave.train.offload.leases import Leases
 from cleave.train.offload.linear import Multiplier, Weights, parameter_format
 from cleave.train.offload.overlap import Overlap
@@ -40,8 +41,21 @@ class Columns(Multiplier, Protocol):
         ...
 
     def run(
-        self, decoder: Decoder, batch: Batch[Any], plan: ResidentPlan | None, lease: Any = None, *, is_exact: bool = ...
-    ) -> Pass: ...
+        self,
+        decoder: Decoder,
+        batch: Batch[Any],
+        plan: ResidentPlan | None,
+        lease: Any = None,
+        *,
+        dy: Matrix | None = None,
+        is_exact: bool = ...,
+        is_beside: bool = ...,
+    ) -> Pass:
+        """Start a batch; with `dy`, the gradient of its output is known and no output is wanted.
+
+        `is_exact` brings gradients back unrounded; `is_beside` lets other passes run meanwhile, on other devices.
+        """
+        ...
 
     def lease(self, decoder: Decoder, plan: ResidentPlan, lent: Any) -> Any:
         """Prepare to lend parameters and their optimizer states to devices."""
@@ -49,6 +63,10 @@ class Columns(Multiplier, Protocol):
 
     def place(self, work: PassWork) -> ResidentPlan | None:
         """Plan work again that was lost; None if no device can do it."""
+        ...
+
+    def rehouse(self, work: PassWork, lease: Any, shards: Collection[Shard]) -> ResidentPlan | None:
+        """Plan for a lease with other devices for some shards; None if none can keep them."""
         ...
 
     def intact(self, lease: Any) -> frozenset[int]:
@@ -112,11 +130,12 @@ def run(
     targets: Targets | None,
     is_trained: bool,
     plan: ResidentPlan | None,
+    work: PassWork,
     overlap: Overlap | None = None,
     leases: Leases | None = None,
 ) -> torch.Tensor:
     """Return the output of the stack, in the shape and dtype of `x`; with targets, the loss."""
-    lease = leases.for_training(description, plan) if leases is not None and is_trained else None
+    lease = leases.for_training(description, plan, work) if leases is not None and is_trained else None
     batch = Batch(
         x=_matrix(x),
         sequences=x.shape[0],
@@ -135,7 +154,7 @@ def run(
 
 
 def _operands(
-    fleet: Columns, weights: Weights, description: Description, lease: FleetLease | None = None
+    fleet: Columns, weights: Weights, description: Description, lease: FleetPassLease | None = None
 ) -> tuple[Any, ...]:
     leased = () if lease is None else lease.parameters
     return tuple(
@@ -155,17 +174,18 @@ class _Call:
     plan: ResidentPlan | None
     leases: Leases | None
 
-    def run(self, batch: Batch[Any], lease: FleetLease | None) -> Pass:
+    def run(self, batch: Batch[Any], lease: FleetPassLease | None) -> Pass:
         return self.fleet.run(self.description.stack, batch, self.plan if lease is None else lease.plan, lease)
 
-    def run_again(self, batch: Batch[Any]) -> tuple[Pass, Batch[Any]]:
-        """Run a batch without a lease, with the weights as they are now."""
-        batch = replace(batch, operands=_operands(self.fleet, self.weights, self.description))
-        return self.run(batch, None), batch
+    def run_again(self, batch: Batch[Any], lease: FleetPassLease | None = None) -> tuple[Pass, Batch[Any]]:
+        """Run a batch with the weights as they are now, or with those of another lease."""
+        batch = replace(batch, operands=_operands(self.fleet, self.weights, self.description, lease))
+        return self.run(batch, lease), batch
 
-    def recover(self, fault: LeaseLost) -> None:
+    def begin_again(self, lease: FleetPassLease, fault: LeaseLost) -> FleetPassLease | None:
+        """Recover from lost devices; return the lease under which to run again, if any."""
         assert self.leases is not None, "else nothing was leased"
-        self.leases.recover(str(fault))
+        return self.leases.begin_again(lease, fault)
 
 
 class _Stack(torch.autograd.Function):
@@ -174,18 +194,19 @@ class _Stack(torch.autograd.Function):
         ctx: Any,
         call: _Call,
         batch: Batch[Any],
-        lease: FleetLease | None,
+        lease: FleetPassLease | None,
         x: torch.Tensor,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
         running = call.run(batch, lease)
-        try:
-            matrix = call.fleet.wait(running.outputs)
-        except LeaseLost as fault:
-            call.recover(fault)
-            lease = None
-            running, batch = call.run_again(batch)
-            matrix = call.fleet.wait(running.outputs)
+        while True:
+            try:
+                matrix = call.fleet.wait(running.outputs)
+                break
+            except LeaseLost as fault:
+                assert lease is not None, "else no device can take weights along"
+                lease = call.begin_again(lease, fault)
+                running, batch = call.run_again(batch, lease)
         outputs = torch.from_numpy(matrix)
         if batch.is_trained:
             ctx.save_for_backward(x, *parameters)  # lets torch detect writes to them before backward
@@ -199,7 +220,7 @@ class _Stack(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
         call: _Call = ctx.call
         batch: Batch[Any] = ctx.batch
-        lease: FleetLease | None = ctx.lease
+        lease: FleetPassLease | None = ctx.lease
         x, *_ = ctx.saved_tensors
         running: Pass | None = ctx.running
         if running is None:  # a pass has one backward; a retained graph needs another pass
@@ -227,22 +248,31 @@ class _Stack(torch.autograd.Function):
                 assert gradient is not None
                 overlap.update(parameter, gradient)
                 running.publish(number, call.weights.operand(parameter, parameter_format(call.fleet, parameter)))
-        try:
-            gradients: Gradients = call.fleet.wait(returned)
-            if lease is not None:
-                assert call.leases is not None
-                call.leases.returned(lease, running, batch, scale)
-        except LeaseLost as fault:
-            call.recover(fault)
-            running, batch = call.run_again(batch)
-            if not is_loss:
-                call.fleet.wait(running.outputs)
-            gradients = call.fleet.wait(running.backward(dy))
+        while True:
+            try:
+                gradients: Gradients = call.fleet.wait(returned)
+                if lease is not None:
+                    assert call.leases is not None
+                    call.leases.returned(lease, running, batch, scale)
+                break
+            except LeaseLost as fault:
+                assert lease is not None, "else no device can take weights along"
+                lease = call.begin_again(lease, fault)
+                running, batch = call.run_again(batch, lease)
+                returned = _returned_again(call.fleet, running, dy, is_loss=is_loss)
         own = (
             None if number in updated else like(parameter, gradients.parameters[number])
             for number, parameter in enumerate(description.parameters)
         )
         return None, None, None, like(x, gradients.dx), *own
+
+
+def _returned_again(fleet: Columns, running: Pass, dy: Matrix | None, *, is_loss: bool) -> Future[Gradients]:
+    """Return the gradients of a pass that runs once more, whose output nobody needs."""
+    if not is_loss:
+        with suppress(LeaseLost):  # its gradients fail the same way
+            fleet.wait(running.outputs)
+    return running.backward(dy)
 
 
 def _matrix(tensor: torch.Tensor) -> Matrix:
