@@ -1,4 +1,4 @@
-"""GB/s of encoding and decoding on one core, all formats side by side in one run, with numpy's codec and torch's.
+"""GB/s of CPU time of encoding and decoding, all formats side by side in one run, with numpy's codec and torch's.
 
 `python benchmarks/codec.py`: formats take turns, round by round, and the best round counts, as the machine is shared;
 the matrix is small enough for a round to end before another process gets its turn. GB/s of numbers are those of the
@@ -69,9 +69,9 @@ def _jobs(codec: Codec, matrix: Matrix, format: WireFormat) -> dict[str, Callabl
 
 
 def _seconds(job: Callable[[], object]) -> float:
-    started = time.perf_counter()
+    started = time.process_time()
     job()
-    return time.perf_counter() - started
+    return time.process_time() - started
 
 
 if __name__ == "__main__":

@@ -249,6 +249,10 @@ async def test_thousands_of_mutated_frames_crash_nothing_and_leak_nothing(mutate
         await mutate(500)
         held = tracemalloc.get_traced_memory()[0]
         await mutate(2000)
-        assert tracemalloc.get_traced_memory()[0] - held < 100_000
+        looks = list[int]()  # buffers of closed streams come and go, as the event loop forgets timers by the hundred
+        for _ in range(5):
+            await mutate(30)
+            looks.append(tracemalloc.get_traced_memory()[0])
+        assert min(looks) - held < 100_000
     finally:
         tracemalloc.stop()

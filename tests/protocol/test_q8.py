@@ -173,6 +173,10 @@ def test_columns_that_would_split_a_block_are_not_cut(part: tuple[int, int]) -> 
 # ------------------------------------------------------------------------------------------------ torch
 
 
+large = pytest.mark.parametrize("shape", [(5000, 33), (37, 7001), (3, 300_001), (8192, 32), (4099, 160), (3, 600_000)])
+"""More than a band of either codec; rows of whole blocks, which torch converts itself, and others."""
+
+
 @reads_only
 @quick
 @given(matrix=any_matrix, add=st.booleans())
@@ -184,14 +188,26 @@ def test_torch_decodes_the_same_numbers(matrix: Matrix, add: bool) -> None:
     np.testing.assert_array_equal(one, two)
 
 
+@settings(max_examples=20, deadline=None)
+@given(matrix=any_matrix)
+def test_torch_encodes_any_numbers_of_a_large_matrix_to_the_same_bytes(matrix: Matrix) -> None:
+    repeated = np.resize(matrix, (8192, 32))
+    assert bytes(torch_codec().encode(repeated, "q8")) == bytes(codec.encode(repeated, "q8"))
+
+
 @reads_only
-@pytest.mark.parametrize("shape", [(5000, 33), (37, 7001), (3, 300_001)])
-def test_matrices_larger_than_a_band_have_the_same_bytes_in_torch(shape: tuple[int, int]) -> None:
-    matrix = np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
-    matrix[1, 5] = np.nan
+@large
+def test_large_matrices_have_the_same_bytes_and_numbers_in_torch(shape: tuple[int, int]) -> None:
+    wide = np.random.default_rng(0).standard_normal((shape[0], shape[1] + 7), dtype=np.float32)
+    matrix = wide[:, 5:-2]  # rows need not be contiguous
+    matrix[1, 5:8] = np.nan, np.inf, -np.inf
     ours = codec.encode(matrix, "q8")
     assert bytes(torch_codec().encode(matrix, "q8")) == bytes(ours)
-    np.testing.assert_array_equal(decoded(ours, shape), decoded(ours, shape, torch_codec()))
+    for add in (False, True):
+        one, two = (np.full(wide.shape, 0.5, dtype=np.float32) for _ in range(2))
+        codec.decode_into(bytes(ours), "q8", one[:, 5:-2], add=add)
+        torch_codec().decode_into(bytes(ours), "q8", two[:, 5:-2], add=add)
+        np.testing.assert_array_equal(one, two)
 
 
 # ------------------------------------------------------------------------------------------------ hostile payloads

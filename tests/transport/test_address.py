@@ -6,6 +6,7 @@ import hashlib
 import shlex
 import shutil
 import subprocess
+from urllib.parse import unquote, urlsplit
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from cleave.cli.main import main
 from cleave.errors import InputError
 from cleave.server.admission.tokens import Keys
-from cleave.transport.address import join_command, parse_address
+from cleave.transport.address import join_command, join_page, parse_address
 
 FINGERPRINT = hashlib.sha256(b"a certificate").hexdigest()
 HOSTS = st.sampled_from(["192.168.1.20", "train.example.org", "[2001:db8::1]", "localhost"])
@@ -110,3 +111,12 @@ def test_join_without_an_address_or_with_a_wrong_one_ends_with_one_sentence(
     for arguments in (["join"], ["join", "http//nowhere"]):
         assert main(arguments) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("token", ["token", "with # and / and ü", ""])
+@pytest.mark.parametrize(("url", "scheme"), [("ws://192.168.1.20:7077", "http"), ("wss://[::1]:7077", "https")])
+def test_the_link_for_browsers_has_the_token_where_no_server_sees_it(url: str, scheme: str, token: str) -> None:
+    link = urlsplit(join_page(f"{url}#sha256:{FINGERPRINT}" if scheme == "https" else url, token))
+    assert (link.scheme, link.netloc, link.path) == (scheme, url.partition("//")[2], "/join")
+    assert unquote(link.fragment) == token
+    assert not link.query

@@ -90,6 +90,8 @@ class Collect(msgspec.Struct, frozen=True, kw_only=True, tag_field="program", ta
     cols: int
     below: tuple[int, ...] = ()
     """Others of as many columns, to be returned below it: small ones need no task each."""
+    first_row: int = 0
+    """Of an operand alone: where the rows begin, so that a large one can be read in pieces."""
 
 
 class Hold(msgspec.Struct, frozen=True, kw_only=True, tag_field="program", tag="hold"):

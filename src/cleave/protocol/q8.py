@@ -8,7 +8,7 @@ encoding of those rows, and whole blocks of columns can be cut out. A number is 
 
 Each operation is in fp32. The work is done in bands of rows that stay in cache, first the peaks of all blocks and then
 the bytes. Numpy's loops cost most where they are short, so factors are repeated to whole rows; comparing magnitudes as
-integers is twice as fast as comparing them as floats. torch is no faster (docs/log.md), so the server uses this too.
+integers is twice as fast as comparing them as floats. The server's codec is in torch (`train/offload/codec.py`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ Encoded = NDArray[np.uint8]
 Bytes = NDArray[np.int8]
 Halves = NDArray[np.uint16]
 
-_MAGNITUDE: Final = 0x7FFFFFFF
+MAGNITUDE: Final = 0x7FFFFFFF
 """Mask of all bits but the sign."""
 _INFINITE: Final = 0x7F800000
 _NAN: Final = 0x7FC0
 _LEAST_SCALE: Final = np.float32(2.0**-126)
 """The smallest normal number, so that 1 / scale is finite and zeros need no rule of their own."""
+_ROUNDING: Final = np.float32(1.5 * 2**23)
+"""Numbers of this size are whole: adding it rounds to nearest, ties to even, and leaves the result in the low byte."""
 _BAND: Final = 1 << 16
 """Numbers converted at a time: fewer cost more in calls; buffers for twice as many came as fresh pages."""
 
@@ -41,16 +43,16 @@ def encode(matrix: Matrix) -> Encoded:
     matrix = np.asarray(matrix, dtype="<f4")
     out = np.empty(encoded_bytes("q8", rows, cols), dtype=np.uint8)
     scales, numbers = split(out, rows, cols)
-    halves, inverses, is_finite = _scales_of(_peaks(matrix))
+    halves, inverses, is_finite = scales_of(_peaks(matrix))
     scales[...] = halves.view(np.uint8)
     with np.errstate(invalid="ignore"):
         for band in _bands(rows, cols):
             values = _spread(inverses[band], cols)
             np.multiply(matrix[band], values, out=values)
-            np.rint(values, out=values)
             if not is_finite:
                 np.nan_to_num(values, copy=False)
-            np.copyto(numbers[band], values, casting="unsafe")
+            np.add(values, _ROUNDING, out=values)
+            np.copyto(numbers[band], values.view(np.int32), casting="unsafe")
     return out
 
 
@@ -75,14 +77,14 @@ def _peaks(matrix: Matrix) -> NDArray[np.int32]:
     rows, cols = matrix.shape
     blocks = blocks_of(cols)
     peaks = np.empty((rows, blocks), dtype=np.int32)
-    height = _height(rows, cols)
+    height = height_of(rows, cols, _BAND)
     working = np.empty((height, blocks * BLOCK), dtype=np.int32)
     working[:, cols:] = 0  # a short last block ends in zeros
     starts = np.arange(0, height * blocks * BLOCK, BLOCK, dtype=np.intp)
     for band in _bands(rows, cols):
         part = matrix[band].view(np.int32)
         magnitudes = working[: len(part)]
-        np.bitwise_and(part, _MAGNITUDE, out=magnitudes[:, :cols])
+        np.bitwise_and(part, MAGNITUDE, out=magnitudes[:, :cols])
         flat, count = magnitudes.reshape(-1), len(part) * blocks
         np.maximum.reduceat(flat, starts[:count], out=peaks[band].reshape(-1))
     return peaks
@@ -95,12 +97,13 @@ def _spread(factors: Matrix, cols: int) -> Matrix:
 
 def _bands(rows: int, cols: int) -> Iterator[slice]:
     """Cut rows into slices that are converted at a time."""
-    height = _height(rows, cols)
+    height = height_of(rows, cols, _BAND)
     return (slice(top, min(top + height, rows)) for top in range(0, rows, height))
 
 
-def _height(rows: int, cols: int) -> int:
-    return max(1, min(rows, _BAND // max(cols, BLOCK)))
+def height_of(rows: int, cols: int, band: int) -> int:
+    """Return how many rows have so many numbers, at least one."""
+    return max(1, min(rows, band // max(cols, BLOCK)))
 
 
 # ------------------------------------------------------------------------------------------------ layout
@@ -129,14 +132,14 @@ def cut_columns(data: Encoded, cols: int, first: int, last: int) -> Encoded | No
 # ------------------------------------------------------------------------------------------------ scales
 
 
-def _scales_of(peaks: NDArray[np.int32]) -> tuple[Halves, Matrix, bool]:
+def scales_of(peaks: NDArray[np.int32]) -> tuple[Halves, Matrix, bool]:
     """Return the scales of blocks as bf16, what their numbers are multiplied by, and whether all numbers are finite.
 
     `peaks` are the largest magnitudes of blocks, as the bits of fp32: those of infinity and NaN are the largest.
     """
     if int(peaks.max(initial=0)) >= _INFINITE:
         spoiled = peaks >= _INFINITE
-        halves, inverses, _ = _scales_of(np.where(spoiled, np.int32(0), peaks))
+        halves, inverses, _ = scales_of(np.where(spoiled, np.int32(0), peaks))
         halves[spoiled], inverses[spoiled] = _NAN, 0
         return halves, inverses, False
     scales = peaks.view(np.float32) / np.float32(127)

@@ -1,6 +1,7 @@
 """Addresses of servers as people pass them on: one string with the host, the port and what it takes to join.
 
-A server formats one with `join_command`, a device reads it with `parse_address`. What follows # never travels:
+A server formats one with `join_command`, or as a link for browsers with `join_page`; a device reads it with
+`parse_address`. What follows # never travels:
 
     192.168.1.20:7077                    no encryption, no token
     192.168.1.20:7077#TOKEN              a token
@@ -15,7 +16,7 @@ import base64
 import re
 import shlex
 from dataclasses import dataclass
-from urllib.parse import urlsplit, urlunsplit
+from urllib.parse import quote, urlsplit, urlunsplit
 
 from cleave.errors import InputError
 
@@ -70,6 +71,12 @@ def join_command(url: str, token: str) -> str:
         return f"cleave join {shlex.quote(secret)}"
     address = shlex.quote(url.removeprefix("ws://"))
     return f"cleave join {address}" + (f" --token={shlex.quote(token)}" if token else "")
+
+
+def join_page(url: str, token: str) -> str:
+    """Format the link of the page that makes a browser a device. A browser checks certificates itself, so no pin."""
+    scheme, _, rest = url.partition("#")[0].partition("://")
+    return f"{'https' if scheme == 'wss' else 'http'}://{rest}/join" + (f"#{quote(token, safe='')}" if token else "")
 
 
 def _parse_secret(secret: str, bare: str) -> tuple[str, str]:

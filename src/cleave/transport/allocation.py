@@ -34,10 +34,21 @@ def return_freed_memory() -> None:
         mallopt(_ARENA_MAX, 0)  # as many as suit the number of cores
 
 
+def give_back_freed_memory() -> None:
+    """Return to the system what is free now, and go on as before."""
+    trim = _glibc("malloc_trim")
+    if trim is not None:
+        trim(0)
+
+
 def _mallopt() -> Callable[[int, int], int] | None:
+    return _glibc("mallopt")
+
+
+def _glibc(name: str) -> Callable[..., int] | None:
     if not sys.platform.startswith("linux"):
         return None
     try:
-        return ctypes.CDLL(None).mallopt
+        return getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError):  # not glibc
         return None

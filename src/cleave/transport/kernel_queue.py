@@ -31,5 +31,5 @@ def unacknowledged_bytes(transport: asyncio.BaseTransport) -> int:
         if fcntl is None or termios is None:
             return 0
         return struct.unpack("i", fcntl.ioctl(raw.fileno(), termios.TIOCOUTQ, bytes(4)))[0]
-    except OSError:  # not a network, or closed
+    except (OSError, ValueError):  # not a network, or closed
         return 0

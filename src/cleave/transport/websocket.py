@@ -105,7 +105,7 @@ async def dial(url: str, link: Link | None = None, medium: Medium | None = None)
                 lambda: stream if link is None else PacedProtocol(stream, link, medium),
                 uri.host,
                 uri.port,
-                ssl=_client_context(pinned=pin is not None) if uri.secure else None,
+                ssl=client_context(pinned=pin is not None) if uri.secure else None,
             )
             await stream.opened
     except _SpeaksTls:
@@ -140,9 +140,10 @@ def _target(url: str) -> tuple[WebSocketURI, str | None]:
     return uri, None if pin is None else pin[1].lower()
 
 
-def _client_context(*, pinned: bool) -> ssl.SSLContext:
+def client_context(*, pinned: bool) -> ssl.SSLContext:
+    """TLS as a device uses it; a pinned certificate is not checked here, but by its fingerprint."""
     context = ssl.create_default_context()
-    if pinned:  # the fingerprint replaces the authority, and is checked before anything is sent
+    if pinned:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context
