@@ -5,7 +5,8 @@ another, over real sockets on this machine. Devices are the fleet file's rows, r
 profiles but compute nothing, so the server is what is measured. Server CPU includes its planning process. "Late" is
 the share of results for which the emulating process was too slow: then it, not the server, limits the step. Where
 this machine has two cores or more, the server has one and the emulating process another, so that CPU over measured
-seconds says how busy each was: whichever is near 1 sets the pace, whatever links and devices would allow.
+seconds says how busy each was: whichever is near 1 sets the pace, whatever links and devices would allow. A cell that
+devices left before its end has no times: they would be those of another fleet.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import psutil
 
+from cleave import events
 from cleave.api.fleet import Fleet
 from cleave.api.training import distribute
 from cleave.core.model.gemms import Linear
@@ -54,8 +57,12 @@ class Figures(NamedTuple):
     """Part of the prediction that is the server's own CPU."""
     peak_bytes: int
     tasks: int
-    late: float
+    """Done by devices in the steps, by the server's count."""
+    late: float | None
+    """None if the emulating process said nothing at its end."""
     fault: str = ""
+    left: Sequence[str] = ()
+    """Devices that left before the end, and why."""
 
 
 def main() -> None:
@@ -106,13 +113,17 @@ def _failed(fault: str) -> Figures:
 
 
 def _row(kind: Kind, count: int, figures: Figures) -> str:
-    measured = f"{statistics.median(figures.steps_s):.2f}" if figures.steps_s else ""
+    is_whole = figures.devices >= count and not figures.left
+    measured = f"{statistics.median(figures.steps_s):.2f}" if figures.steps_s and is_whole else ""
     predicted = f"{figures.predicted_s:.2f}" if figures.predicted_s is not None else ""
     served = f"{figures.server_s:.2f}" if figures.server_s is not None else ""
-    note = figures.fault or ("" if figures.devices >= count else f"{figures.devices} left at the end")
+    late = "?" if figures.late is None else f"{figures.late:.0%}"
+    note = figures.fault
+    if not (note or is_whole):
+        note = f"no time: {figures.devices:,} connected at the end; {'; '.join(figures.left[:3])}"
     return (
         f"| {count:,} | {kind} | {figures.joined_s:.1f} | {predicted} | {served} | {measured} | {figures.cpu_s:.2f} | "
-        f"{figures.devices_cpu_s:.2f} | {figures.peak_bytes / 1e6:.0f} MB | {figures.tasks:,} | {figures.late:.0%} | "
+        f"{figures.devices_cpu_s:.2f} | {figures.peak_bytes / 1e6:.0f} MB | {figures.tasks:,} | {late} | "
         f"{note} |"
     )
 
@@ -129,7 +140,16 @@ def _measure(kind: Kind, count: int, options: argparse.Namespace) -> Figures:
     cores = sorted(psutil.Process().cpu_affinity() or ()) if hasattr(psutil.Process, "cpu_affinity") else []
     if len(cores) > 1:
         psutil.Process().cpu_affinity(cores[:1])
-    with Fleet.serve("127.0.0.1:0", wire="bf16", offload="always", trust="own", scale_test=True) as fleet:
+    left: list[str] = []
+
+    def hear(event: events.Event) -> None:
+        if isinstance(event, events.DeviceLeft) and not is_over:
+            left.append(f"{event.device}: {event.reason}")
+
+    is_over = False
+    with Fleet.serve(
+        "127.0.0.1:0", wire="bf16", offload="always", trust="own", scale_test=True, listener=hear
+    ) as fleet:
         started_s = time.monotonic()
         emulator = _emulator(fleet.url, options.fleet, count)
         if len(cores) > 1:
@@ -137,6 +157,7 @@ def _measure(kind: Kind, count: int, options: argparse.Namespace) -> Figures:
         try:
             fleet.wait(count, options.limit)
             joined_s = time.monotonic() - started_s
+            tasks_before = _tasks(fleet)
             before_s, devices_before_s = _cpu_s(emulator.pid), _own_cpu_s(psutil.Process(emulator.pid))
             fault, predicted_s, server_s, steps_s = "", None, None, list[float]()
             try:
@@ -155,8 +176,11 @@ def _measure(kind: Kind, count: int, options: argparse.Namespace) -> Figures:
             per = max(per, 1e-9)
             cpu_s = (_cpu_s(emulator.pid) - before_s) / per
             devices_cpu_s = (_own_cpu_s(psutil.Process(emulator.pid)) - devices_before_s) / per
-            devices = fleet.cluster.devices
+            devices, tasks, is_over = fleet.cluster.devices, _tasks(fleet) - tasks_before, True
+            if steps_s and not tasks:
+                fault, steps_s = "no device did a task", []
         finally:
+            is_over = True
             fleet.close()
             summary = _summary(emulator)
     return Figures(
@@ -168,10 +192,16 @@ def _measure(kind: Kind, count: int, options: argparse.Namespace) -> Figures:
         devices_cpu_s=devices_cpu_s,
         server_s=server_s,
         peak_bytes=_peak_bytes(),
-        tasks=int(summary.get("tasks", 0)),
-        late=summary.get("late_results", 0) / max(summary.get("results", 0), 1),
+        tasks=tasks,
+        late=summary["late_results"] / max(summary["results"], 1) if summary else None,
         fault=fault,
+        left=left,
     )
+
+
+def _tasks(fleet: Fleet) -> int:
+    """Tasks that connected devices have done so far."""
+    return sum(member.tasks for member in fleet.cluster.members())
 
 
 def _gemms(fleet: Fleet, until_s: float) -> tuple[float | None, float | None, list[float]]:
@@ -227,7 +257,14 @@ def _passes(fleet: Fleet, until_s: float) -> tuple[float | None, list[float]]:
 
 def _emulator(url: str, fleet: str, count: int) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "cleave", "emulate", url, "--fleet", fleet, "--count", str(count)]
-    command += ["--compute", "none", "--quiet", "--json"]
+    command += [
+        "--compute",
+        "none",
+        "--quiet",
+        "--json",
+        "--wait",
+        "5",
+    ]  # at the end, for devices that heard no goodbye
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
 
 

@@ -57,7 +57,7 @@ def order_by_uplink(ups: Sequence[float]) -> list[int]:
     """Order devices so that the slowest uplinks are at the ends and the fastest in the middle.
 
     The first stage sends activations only, the last gradients only, those between send both. Any number of the fastest
-    devices is then a run of neighbours, in the same shape.
+    devices is then a run of neighbors, in the same shape.
     """
     slowest_first = sorted(range(len(ups)), key=lambda device: ups[device])
     return slowest_first[0::2] + slowest_first[1::2][::-1]
