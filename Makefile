@@ -7,7 +7,7 @@ BIN := .venv/bin
 # seconds for each target of `make fuzz`
 FUZZ_S ?= 60
 
-.PHONY: bench-scale demo test test-all test-exhaustive check lint types bench bench-server bench-live bench-faults bench-trust bench-step-planner bench-resident bench-rivals bench-wire bench-slow bench-page rivals fuzz docs dist clean
+.PHONY: bench-scale demo test test-all test-exhaustive check lint types types-web wasm bench bench-server bench-live bench-faults bench-trust bench-step-planner bench-resident bench-rivals bench-wire bench-slow bench-page rivals fuzz docs dist clean
 
 demo: .venv/ready
 	$(BIN)/cleave train
@@ -21,7 +21,7 @@ test-all: .venv/ready
 test-exhaustive: .venv/ready
 	CLEAVE_TESTS=exhaustive $(BIN)/pytest
 
-check: lint types
+check: lint types types-web
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -30,6 +30,18 @@ lint: .venv/ready
 
 types: .venv/ready
 	$(BIN)/basedpyright
+
+# the types of the pages' scripts; needs Node
+types-web:
+	@if command -v npm >/dev/null; then \
+		cd tests/web; \
+		if [ -d node_modules ] || npm ci --silent --no-audit --no-fund; then npx tsc -p .; \
+		else echo "npm cannot install TypeScript: the types of the pages' scripts are not checked"; fi; \
+	else echo "npm is not installed: the types of the pages' scripts are not checked"; fi
+
+# the kernel of browsers; needs clang-16 and lld-16
+wasm:
+	src/cleave/web/device/build-kernel
 
 bench: .venv/ready
 	$(BIN)/python benchmarks/run.py benchmarks/scenarios/gemm_planner.toml
@@ -48,7 +60,7 @@ fuzz: .venv/ready
 	done
 
 bench-resident: .venv/ready
-	for script in home resident_bytes departure virtual_departure; do $(BIN)/python benchmarks/$$script.py || exit 1; echo; done
+	for script in home resident_bytes departure virtual_departure virtual_lease; do $(BIN)/python benchmarks/$$script.py || exit 1; echo; done
 
 # other systems that train on several machines, in an environment of their own: torch first, at the version pinned here
 rivals: build/rivals/ready
@@ -106,4 +118,4 @@ dist: .venv/ready
 	$(BIN)/python -m build --outdir dist .
 
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv build dist tests/web/node_modules

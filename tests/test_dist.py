@@ -40,8 +40,18 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """The wheel and the source distribution."""
     target = tmp_path_factory.mktemp("dist")
     copy = target / "source"  # a build writes into its tree, and other workers may build too
-    unneeded = (".git", ".venv", ".hypothesis", "build", "dist", "*.egg-info", "__pycache__", ".*_cache")
-    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*unneeded))
+    unneeded = (
+        ".git",
+        ".venv",
+        ".hypothesis",
+        "build",
+        "dist",
+        "*.egg-info",
+        "__pycache__",
+        ".*_cache",
+        "node_modules",
+    )
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*unneeded, ".*_cache", "node_modules"))
     ended = run(sys.executable, "-m", "build", "--outdir", target, copy, cwd=target)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     [wheel], [source] = target.glob("*.whl"), target.glob("*.tar.gz")

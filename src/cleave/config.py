@@ -16,7 +16,7 @@ import types
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated, Literal, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from cleave import settings
 from cleave.core.cost.wire import WireFormat, format_of
@@ -26,6 +26,11 @@ from cleave.core.verify.trust import Level, level_of
 from cleave.disk import read_whole
 from cleave.errors import InputError
 from cleave.settings import Alone, Offload
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+Settings = TypeVar("Settings", bound="DataclassInstance")
 
 _LOCAL_DEVICES = 4
 _ALIASES = {"wait": "wait_s", "alone_wait": "alone_wait_s"}
@@ -173,22 +178,21 @@ class TrainConfig:
 
 def load_config(path: Path | None, overrides: Mapping[str, object]) -> TrainConfig:
     """Merge defaults, file and overrides, in rising precedence; overrides that are None are ignored."""
-    values: dict[str, object] = {}
-    for key, value in _read(path).items() if path is not None else ():
-        values[_field_name(key, f" in {path}", value)] = value
-    for key, value in overrides.items():
-        if value is not None:
-            values[_field_name(key, "")] = value
+    values = _values(TrainConfig, path, overrides)
     if "wire" in values:
         values["wire"] = format_of(values["wire"]) or values["wire"]
     if "trust" in values:
         values["trust"] = level_of(values["trust"]) or values["trust"]
-    hints = get_type_hints(TrainConfig, include_extras=True)
-    config = TrainConfig(**{name: _convert(name, hints[name], value) for name, value in values.items()})  # pyright: ignore[reportArgumentType]
+    config = _filled(TrainConfig, values)
     _check_address(config.address)
     if config.tls_key is not None and config.tls_certificate is None:
         raise InputError("expected tls_certificate along with tls_key, got only the key; give both, or just tls")
     return config
+
+
+def load_settings(kind: type[Settings], path: Path | None, overrides: Mapping[str, object]) -> Settings:
+    """Do the same for another frozen dataclass with a default and, for a number, a `Range` in every field."""
+    return _filled(kind, _values(kind, path, overrides))
 
 
 def to_toml(config: TrainConfig) -> str:
@@ -201,6 +205,22 @@ def to_toml(config: TrainConfig) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _values(kind: type[DataclassInstance], path: Path | None, overrides: Mapping[str, object]) -> dict[str, object]:
+    """Return what file and overrides say, by the names of fields."""
+    values: dict[str, object] = {}
+    for key, value in _read(path).items() if path is not None else ():
+        values[_field_name(kind, key, f" in {path}", value)] = value
+    for key, value in overrides.items():
+        if value is not None:
+            values[_field_name(kind, key, "")] = value
+    return values
+
+
+def _filled(kind: type[Settings], values: Mapping[str, object]) -> Settings:
+    hints = get_type_hints(kind, include_extras=True)
+    return kind(**{name: _convert(name, hints[name], value) for name, value in values.items()})
+
+
 def _read(path: Path) -> dict[str, object]:
     try:
         raw = read_whole(path, _MOST_BYTES)
@@ -208,15 +228,16 @@ def _read(path: Path) -> dict[str, object]:
             raise InputError(f"{path} has a line of more than {_LONGEST_LINE:,} bytes; correct the file")
         return tomllib.loads(raw.decode("utf-8"))
     except OSError as fault:
-        raise InputError(f"cannot read {path}: {fault.strerror}; give the path of a run's TOML file") from None
+        raise InputError(f"cannot read {path}: {fault.strerror}; give the path of a TOML file") from None
     except (ValueError, RecursionError) as fault:  # TOML's own errors are ValueErrors, too
         raise InputError(f"expected TOML in {path}, but {fault}; correct the file") from None
 
 
-def _field_name(key: str, where: str, value: object = None) -> str:
+def _field_name(kind: type[DataclassInstance], key: str, where: str, value: object = None) -> str:
     name = key.replace("-", "_")
-    name = _ALIASES.get(name, name)
-    names = [field.name for field in fields(TrainConfig)]
+    names = [field.name for field in fields(kind)]
+    if name not in names:
+        name = _ALIASES.get(name, name)
     if name in names:
         return name
     if isinstance(value, dict):

@@ -62,9 +62,14 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
 # ---------------------------------------------------------------------------------------------------- directories
 
 
+def home() -> Path:
+    """Return the directory of what Cleave keeps for this user: $CLEAVE_HOME, by default ~/.cleave."""
+    return Path(os.environ.get("CLEAVE_HOME") or Path.home() / ".cleave")
+
+
 def runs_home() -> Path:
-    """Return the directory of all runs that got no --out: $CLEAVE_HOME/runs, by default ~/.cleave/runs."""
-    return Path(os.environ.get("CLEAVE_HOME") or Path.home() / ".cleave") / "runs"
+    """Return the directory of all runs that got no --out."""
+    return home() / "runs"
 
 
 def new_run(home: Path | None = None) -> Path:

@@ -62,7 +62,7 @@ def add_to(add: AddVerb) -> None:
     fleet.add_argument(
         "--calibrate",
         metavar="PROFILE.csv",
-        help="profile from which rows without a cost per task or per byte take it (default: they cost nothing)",
+        help="profile whose costs per task and per byte apply to devices that state none (default: they cost nothing)",
     )
     fleet.add_argument(
         "--claim",
@@ -84,9 +84,10 @@ def add_to(add: AddVerb) -> None:
     coming = verb.add_argument_group("coming and going")
     coming.add_argument(
         "--churn",
-        metavar="RATE|daily|TRACE.csv",
-        help="departures per device and hour, a daily cycle of idle devices, or a file with the columns device, "
-        "leave_s and join_s (default: devices stay)",
+        metavar="RATE|daily|fta:TRACE|FILE",
+        help="departures per device and hour; daily: idle and charging, mostly at night; fta: a trace of the Failure "
+        "Trace Archive, such as fta:microsoft99; or a CSV with the columns device, leave_s, join_s (default: devices "
+        "stay)",
     )
     coming.add_argument(
         "--away", type=positive, default=60.0, metavar="S", help="mean seconds until a device returns (default: 60)"

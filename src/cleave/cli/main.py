@@ -10,14 +10,14 @@ import sys
 from collections.abc import Sequence
 
 from cleave import __version__
-from cleave.cli import bench, completion, emulate, fleet, join, plan, probe, runs, simulate, token, train
+from cleave.cli import bench, completion, emulate, fleet, join, plan, probe, runs, simulate, status, token, train, view
 from cleave.cli.arguments import BAD_INPUT, Parser
 from cleave.errors import CleaveError
 from cleave.printable import printable
 
 _FAILED = 1
 _INTERRUPTED = 130
-_LONG_RUNNING = {"train", "join", "emulate", "bench"}
+_LONG_RUNNING = {"train", "join", "emulate", "bench", "view"}
 """Verbs that must not wait for whoever reads their output."""
 _LONGEST_MESSAGE = 4000
 
@@ -84,8 +84,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.set_defaults(verb=None)
     train.add_to(verbs.add_parser)
     join.add_to(verbs.add_parser)
+    status.add_to(verbs.add_parser)
     token.add_to(verbs.add_parser)
     runs.add_to(verbs.add_parser)
+    view.add_to(verbs.add_parser)
     plan.add_to(verbs.add_parser)
     simulate.add_to(verbs.add_parser)
     fleet.add_to(verbs.add_parser)

@@ -83,8 +83,8 @@ def add_to(add: AddVerb) -> None:
         "--objective",
         choices=OBJECTIVES,
         default="time",
-        help="take the devices that make it fastest, or those with the least energy or emissions, which takes several "
-        "plans (default: time)",
+        help="take the devices that make the step fastest, or those with the least energy or emissions, which takes "
+        "several times as long to plan (default: time)",
     )
     choices.add_argument(
         "--wire",
@@ -102,8 +102,8 @@ def add_to(add: AddVerb) -> None:
         "--lease",
         choices=LEASE_MODES,
         default=LEASE,
-        help="with up to 16 devices: whether one that holds layers alone may keep them, with the state of AdamW, and "
-        f"update them itself (default: {LEASE})",
+        help="auto: up to 16 devices that hold layers alone may keep them, with the state of AdamW, and update them "
+        f"themselves; never: the server updates all weights (default: {LEASE})",
     )
     choices.add_argument(
         "--split",
@@ -112,10 +112,10 @@ def add_to(add: AddVerb) -> None:
         help="with grain gemm: whether blocks may also split the inner dimension (default: auto)",
     )
     choices.add_argument(
-        "--ungrouped", action="store_true", help="with grain gemm: plan q, k, v and gate, up one by one"
+        "--ungrouped", action="store_true", help="with grain gemm: plan q, k and v, and gate and up, one by one"
     )
     output = verb.add_argument_group("output")
-    output.add_argument("--json", action="store_true", help="print the whole plan as JSON, every unit of it")
+    output.add_argument("--json", action="store_true", help="print the whole plan as JSON, with every unit of work")
     output.add_argument("--plot", metavar="FILE.png", help="draw the tiling and where the time goes (.png, .svg, .pdf)")
     verb.set_defaults(run=_run_plan)
 
@@ -164,13 +164,13 @@ def run_plan(
     as_json: bool,
     plot: str | None,
 ) -> None:
-    from cleave.api.carbon import carbon_facts
     from cleave.api.planning import load_fleet
     from cleave.api.planning import plan as make_plan
     from cleave.core.carbon.bill import fleet_power
     from cleave.core.cost.rates import Server
     from cleave.core.plan.objective import choose_devices
     from cleave.facts import table
+    from cleave.facts.carbon import carbon_facts
     from cleave.report import carbon, plan_json, plan_text, plan_words
 
     if gemm is not None and tokens is not None:

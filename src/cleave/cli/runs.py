@@ -52,7 +52,9 @@ def add_to(add: AddVerb) -> None:
     remove.set_defaults(run=_run_remove)
 
     for action in (listing, show, remove):
-        action.add_argument("--dir", metavar="DIR", help="directory of the runs (default: $CLEAVE_HOME/runs)")
+        action.add_argument(
+            "--dir", metavar="DIR", help="directory of the runs (default: ~/.cleave/runs, or runs/ of CLEAVE_HOME)"
+        )
         action.add_argument("--json", action="store_true", help="print JSON")
 
 

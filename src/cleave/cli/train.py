@@ -27,7 +27,7 @@ def add_to(add: AddVerb) -> None:
         help="train a model on a fleet",
         description="Train a model on a fleet of devices. Without arguments it is the demo: a small model, four device "
         "processes on this machine, and the source code of Python's standard library as text. Settings can also come "
-        "from a TOML file, under their names here with _ for -.",
+        "from a TOML file; their names there are those of the options, with _ for -.",
         usage="cleave train [RUN.toml] [OPTION ...]",
         examples=(
             "cleave train",
@@ -85,7 +85,7 @@ def _add_model(add: Callable[..., None]) -> None:
     add(
         "--dropout",
         "dropout probability; layers stay resident on devices only at 0",
-        "0 for fresh weights, a loaded model's own",
+        "0 for fresh weights; a loaded model keeps its own",
         type=probability,
         metavar="P",
     )
@@ -106,14 +106,22 @@ def _add_work(add: Callable[..., None]) -> None:
     add("--device-threads", "threads per local device", type=count, metavar="N")
     add("--grain", "unit of work: blocks of products (gemm), resident layers, or the faster one", choices=GRAINS)
     add("--wire", "number format on the wire; q8 is 8 bits, int8 its former name", choices=WIRE_NAMES)
-    add("--offload", "auto: keep on the server what is not worth sending", choices=OFFLOADS)
+    add(
+        "--offload",
+        "auto: keep on the server what is not worth sending; always: send every product",
+        choices=OFFLOADS,
+    )
     add(
         "--scale-test",
         "measure this server alone: devices of cleave emulate --compute none may join, nothing is checked, no loss is "
         "real, and no model is saved",
         action="store_true",
     )
-    add("--lease", "never: update all weights on the server, none on devices", choices=LEASE_MODES)
+    add(
+        "--lease",
+        "auto: own devices may keep layers and update them where that is faster; never: the server updates all weights",
+        choices=LEASE_MODES,
+    )
     add("--overlap", "update each weight during backward, as soon as its gradient arrives", action="store_true")
 
 
@@ -122,19 +130,19 @@ def _add_joining(add: Callable[..., None]) -> None:
     add("--token", "secret that devices need to join", "CLEAVE_TOKEN, or a new one", metavar="TEXT")
     add(
         "--trust",
-        "who joins with that token: your own machines (nothing audited), people you know (a sample is), or strangers "
-        "(all their work on resident layers is, which takes this server as long as it takes them)",
-        "stranger, own for devices started here",
+        "who joins with that token: your own machines (nothing is audited), people you know (a sample is audited), or "
+        "strangers (all their work on resident layers is, which is no faster than this server alone)",
+        "stranger; own for devices started here",
         type=trust,
         choices=LEVELS,
     )
     add("--tls", "encrypt, with a self-signed certificate that devices pin", action="store_true")
     add("--tls-certificate", "encrypt, with this certificate and its chain (PEM)", "none", metavar="FILE")
-    add("--tls-key", "key of that certificate (PEM), if in a file of its own", "none", metavar="FILE")
+    add("--tls-key", "key of that certificate (PEM), if it is not in the same file", "none", metavar="FILE")
     add(
         "--wait",
         "seconds to wait for the first devices before giving up",
-        "no limit, 60 for local devices",
+        "no limit; 60 for local devices",
         type=positive,
         dest="wait_s",
         metavar="S",

@@ -120,6 +120,7 @@ class TrainingRun:
         if has_token and is_kept(sys.stderr):
             self.view.show_token_command(f"cleave token add --out {shlex.quote(str(self._directory))}")
         else:
+            self.view.show_join_page(fleet.join_page, is_local=not fleet.is_reachable)
             self.view.show_join_command(fleet.join_command, is_local=not fleet.is_reachable)
 
     def traffic(self) -> Traffic:

@@ -15,6 +15,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from cleave.device.join import gave_up
 from cleave.device.kernels import Kernel
 from cleave.device.worker import Contribution, Offer, Refusal, Worker
 from cleave.emulate.devices import DeviceProfile, capacities
@@ -153,9 +154,7 @@ class EmulatedFleet:
             except ConnectionLost as fault:
                 why = str(fault)
                 if self.activity.connected == 0 and self._loop.time() - self._reached_s > self._terms.wait_s:
-                    raise ConnectionLost(
-                        f"{why}; gave up after {self._terms.wait_s:.0f} s: start the server, or check the address"
-                    ) from None
+                    raise gave_up(why, self._terms.wait_s) from None
             except CleaveError as fault:
                 why = str(fault)
             log.info("%s: %s", device.name, why)
