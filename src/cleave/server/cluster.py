@@ -12,7 +12,6 @@ import logging
 import math
 import secrets
 import threading
-import time
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -29,7 +28,6 @@ from cleave.core.model.decoder import Decoder
 from cleave.core.model.gemms import Linear, Role
 from cleave.core.model.shard import Shard
 from cleave.core.plan.choose import Arrange, LayerChoice, Local, PassChoice, PassWork, Setting
-from cleave.core.plan.experience import OFF
 from cleave.core.plan.gemm.layer import Block, LinearPlan
 from cleave.core.plan.resident.few_devices import FEW
 from cleave.core.plan.resident.small_fleet import plan_columns
@@ -59,9 +57,9 @@ from cleave.server.resident.lease import Lease, Lent
 from cleave.server.resident.pass_lease import PassLease
 from cleave.server.resident.results import ResidentResults
 from cleave.server.resident.run import ResidentRun
-from cleave.server.server_cost import BYTE_S, TASK_S, Handling
+from cleave.server.server_cost import BYTE_S, TASK_S
 from cleave.server.status import DeviceStatus, FleetStatus
-from cleave.server.step_clock import StepClock, StepTime
+from cleave.server.steps import Steps
 from cleave.server.vacancy import StandIn
 from cleave.transport.base import Channel
 
@@ -142,11 +140,6 @@ class Cluster:
             audited=self._audited,
             lenders=self._lenders,
         )
-        self._clock = StepClock(self.planning.experience)
-        self._latest: PassChoice | None = None
-        self._off_reason = ""
-        self._local = _ELSEWHERE
-        self._handling = Handling()
         self._checker, self._audit_totals = Checker(self._codec), AuditTotals()
         self._driver = Driver(
             loop,
@@ -161,14 +154,20 @@ class Cluster:
             listener=self.tell,
             is_scale_test=is_scale_test,
         )
+        self._steps = Steps(
+            self.planning,
+            self.engine.roster,
+            self._lock,
+            local=_ELSEWHERE,
+            traffic=self._driver.traffic,
+            tell=self.tell,
+        )
         self._draw = draw or secrets.SystemRandom().random
         self._ids = itertools.count(1)
         self._products = self._products_then = 0
         self._is_unused = False
         self._is_closed = False
         self._closing: list[Callable[[], None]] = []
-        self._waiting_lock, self._waiting, self._waiting_since, self._waiting_s = threading.Lock(), 0, 0.0, 0.0
-        self._cpu_since = self._waiting_cpu_s = 0.0
 
     # -------------------------------------------------------------------------------------------- work
 
@@ -188,8 +187,7 @@ class Cluster:
         if work.is_trained and choice.is_resident:
             self._try_out()
         if work.is_trained:
-            self._latest, self._local = choice, local
-            self._clock.planned(choice, self._waited_s())
+            self._steps.planned(choice, local)
         return choice
 
     def _try_out(self) -> None:
@@ -228,59 +226,8 @@ class Cluster:
             self.tell(events.Note(text=f"devices have no work: {reason}"))
             self._driver.tell_idle(reason)
         self._products_then = self._products
-        self._find_shared_links()
-        if self._clock.is_open:
-            self._learn_server_costs()  # first, as the model of the next step has them too
-        step = self._clock.ended(self._waited_s(), self._remodeled_s)
-        if step is not None:
-            self._explain(step)
+        self._steps.ended()
         self.planning.step_ended()
-
-    def _learn_server_costs(self) -> None:
-        with self._lock:
-            tasks = sum(member.tasks for member in self.engine.roster.members.values())
-        costs = self._handling.learn(self._waiting_cpu_s, tasks, sum(self._driver.traffic()))
-        self.planning.server_costs(costs.task_s, costs.byte_s)
-
-    def _explain(self, step: StepTime) -> None:
-        """Say why a step took far longer than predicted, if what its tasks measured tells."""
-        with self._lock:
-            profiles = self.engine.roster.fresh_profiles()
-        if step.ratio < OFF or self._latest is None or profiles is None:
-            return
-        reason = self.planning.wrong_term(self._latest, self._local, profiles)
-        if reason:
-            took = f"a step took {step.seconds:.3g} s instead of the predicted {step.predicted_s:.3g} s"
-            self._off_reason = f"{took}: {reason}"
-            self.tell(events.Note(text=f"{self._off_reason}; the next plan counts with that"))
-
-    def _find_shared_links(self) -> None:
-        with self._lock:
-            found = self.engine.roster.find_shared_links()
-            shared, names = self.engine.roster.traffic.shared, self.engine.roster.members.keys() - {STAND_IN}
-        for link in found:
-            self.tell(events.Note(text=f"{link}; plans count with that from now on"))
-        # what all devices share limits a step as the server's own link would
-        lines = [link for link in shared if not link.is_medium and names <= link.devices]
-        self.planning.server_links(
-            min((link.down_bytes_per_s for link in lines), default=math.inf),
-            min((link.up_bytes_per_s for link in lines), default=math.inf),
-        )
-
-    def _remodeled_s(self, choice: PassChoice) -> float | None:
-        with self._lock:
-            profiles = self.engine.roster.fresh_profiles()
-        remodeled = self.planning.remodel(choice, self._local, profiles)
-        if remodeled is None:
-            return None
-        if self._latest is choice:
-            self._latest = remodeled
-        return remodeled.modeled_s
-
-    def _waited_s(self) -> float:
-        """Seconds waited for devices, including a wait in progress."""
-        with self._waiting_lock:
-            return self._waiting_s + (time.perf_counter() - self._waiting_since if self._waiting else 0.0)
 
     def submit(
         self,
@@ -400,21 +347,11 @@ class Cluster:
 
     def wait(self, future: Future[_Result]) -> _Result:
         """Return a future's result; time in which at least one thread is in here counts as waiting."""
-        with self._waiting_lock:
-            if not self._waiting:
-                self._waiting_since, self._cpu_since = time.perf_counter(), time.process_time()
-            self._waiting += 1
-        try:
+        with self._steps.waiting.counted():
             while not future.done():
                 with suppress(TimeoutError):  # in short waits, as Windows does not interrupt a long one
                     future.result(_WAIT_S)
             return future.result()
-        finally:
-            with self._waiting_lock:
-                self._waiting -= 1
-                if not self._waiting:
-                    self._waiting_s += time.perf_counter() - self._waiting_since
-                    self._waiting_cpu_s += time.process_time() - self._cpu_since
 
     def check_open(self) -> None:
         """Raise FleetGoneError if the fleet is closed."""
@@ -492,9 +429,9 @@ class Cluster:
             devices=tuple(DeviceStatus.of(member) for member in self.here()),
             grain=self._grain.grain if self._grain else None,
             grain_reason=self._grain.reason if self._grain else "",
-            predicted_s=self._clock.predicted_s(self._latest) if self._latest is not None else None,
-            steps=tuple(self._clock.steps),
-            off_reason=self._off_reason,
+            predicted_s=self._steps.predicted_s,
+            steps=self._steps.times,
+            off_reason=self._steps.off_reason,
             shared_links=tuple(map(str, self.engine.roster.traffic.shared)),
             down_bytes=totals.down_bytes,
             up_bytes=totals.up_bytes,
@@ -513,12 +450,12 @@ class Cluster:
             devices=self.devices,
             down_bytes=down,
             up_bytes=up,
-            waiting_s=self._waiting_s,
+            waiting_s=self._steps.waiting.seconds,
             checking_s=self._checker.busy_s + self._audit_totals.busy_s,
             products=self._products,
             audited_units=self._audit_totals.units,
             wrong_audits=self._audit_totals.wrong,
-            predicted_s=self._clock.steps[-1].predicted_s if self._clock.steps else None,
+            predicted_s=times[-1].predicted_s if (times := self._steps.times) else None,
         )
 
     def _snapshot(self) -> Snapshot:
