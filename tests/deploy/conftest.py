@@ -20,14 +20,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Process] = []
 
     def begin(name: str, words: Sequence[str], variables: Mapping[str, str] | None = None) -> Process:
-        with (tmp_path / f"{name}.out").open("ab") as kept, piped_to(kept) as output:
+        with (tmp_path / f"{name}.out").open("ab") as kept, piped_to(kept) as pipe:
             process = subprocess.Popen(
                 words,
                 cwd=tmp_path,
                 env={**environment(tmp_path), **(variables or {})},
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
+                stdout=pipe.end,
+                stderr=pipe.end,
             )
         started.append(process)
         return process

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.docs.pages import ROOT, Block, Page
-from tests.support.commands import piped_to
+from tests.support.commands import Pipe, piped_to
 
 PATIENCE_S = 900.0
 """Deadline of every wait, far longer than a busy machine needs: only a failure waits this long."""
@@ -68,6 +68,7 @@ class Running:
     block: Block
     process: subprocess.Popen[bytes]
     output: Path
+    pipe: Pipe
     started_s: float
     ended: bool = False
     """Whether it was found to have ended well."""
@@ -150,17 +151,17 @@ class Runner:
             line = f". {shlex.quote(str(script))}" + (f"; {after}" if stays else "")
         command = ["bash", "-c", f". {self._environment}; . {self._prelude}; {line}"]
         output = self._directory / f"block-{self._count}.out"
-        with output.open("wb") as kept, piped_to(kept) as stream:
+        with output.open("wb") as kept, piped_to(kept) as pipe:
             process = subprocess.Popen(
                 command,
                 cwd=self.clone,
                 env={},
                 stdin=subprocess.DEVNULL,
-                stdout=stream,
+                stdout=pipe.end,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # so that an interrupt reaches the whole group, as from a terminal
             )
-        running = Running(block, process, output, time.time())
+        running = Running(block, process, output, pipe, time.time())
         self._running.append(running)
         return running
 
@@ -171,6 +172,7 @@ class Runner:
             self._require(time.monotonic() < give_up, running, f"timed out waiting for {awaited}")
             code = running.process.poll()
             if code is not None:
+                running.pipe.drain()
                 self._require(code == 0, running, f"ended with exit code {code}")
                 is_awaited = running.block.join or awaited == _THE_END or condition()
                 self._require(is_awaited, running, f"ended without {awaited}")
@@ -189,6 +191,7 @@ class Runner:
                 process.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 self._require(False, running, "did not end after an interrupt")
+            running.pipe.drain()
             self._require(_interrupted_well(running.said), running, "ended with a traceback after an interrupt")
         else:
             self._require(process.returncode == 0, running, f"ended with exit code {process.returncode}")

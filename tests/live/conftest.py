@@ -31,7 +31,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     started: list[Process] = []
 
     def begin(name: str, *arguments: str, piped: bool = False) -> Process:
-        with (tmp_path / f"{name}.out").open("ab") as kept, piped_to(kept) if piped else nullcontext(kept) as output:
+        with (tmp_path / f"{name}.out").open("ab") as kept, piped_to(kept) if piped else nullcontext() as pipe:
+            output = kept if pipe is None else pipe.end
             process = subprocess.Popen(command(*arguments), env=environment(tmp_path), stdout=output, stderr=output)
         started.append(process)
         return process

@@ -17,6 +17,8 @@ from cleave.core.cost.rates import Pace
 from cleave.core.plan.choose import Setting
 from cleave.core.plan.resident.timeline import AHEAD
 from cleave.core.schedule.tasks import Task
+from cleave.errors import LeaseLost
+from cleave.server.resident.lease import Lease
 from cleave.sim.devices import Device, Job, LineName
 from cleave.sim.fleet import Fleet
 
@@ -63,13 +65,18 @@ class Noting(Device):
         return Device.size(self, line, job)
 
 
-def test_no_urgent_result_waits_long_for_a_snapshot() -> None:
-    devices = [Noting(Pace(20e9, down * MBIT, up * MBIT, 0.002, 0.002), 2 << 30) for down, up in FLEETS["home4"]]
-    fleet = Fleet(devices, setting=SETTING)
+def leased(fleet: Fleet) -> Lease:
+    """Train until devices keep weights."""
     training = LeasedSteps(fleet, MODEL, SETTING, sequences=8, sequence=256)
     while training.lease is None:
         training.step()
-    lease = training.lease
+    return training.lease
+
+
+def test_no_urgent_result_waits_long_for_a_snapshot() -> None:
+    devices = [Noting(Pace(20e9, down * MBIT, up * MBIT, 0.002, 0.002), 2 << 30) for down, up in FLEETS["home4"]]
+    fleet = Fleet(devices, setting=SETTING)
+    lease = leased(fleet)
     for device in devices:
         device.sent.clear()
     snapshot = lease.snapshot(lease.parameters)
@@ -79,3 +86,14 @@ def test_no_urgent_result_waits_long_for_a_snapshot() -> None:
         assert all(task.priority == AHEAD for task in device.sent if task.rows > 1)
     weights = sum(MODEL.parameters[number].rows * MODEL.parameters[number].cols for number in lease.parameters)
     assert sum(task.rows * task.cols for device in devices for task in device.sent) >= 3 * weights
+
+
+def test_a_snapshot_of_a_device_that_has_just_left_is_lost_with_it() -> None:
+    fleet = Fleet([Device(Pace(20e9, 100 * MBIT, 20 * MBIT, 0.002, 0.002), 2 << 30)] * 2, setting=SETTING)
+    lease = leased(fleet)
+    fleet.driver.leave(min(lease.devices))
+    snapshot = lease.snapshot(lease.parameters)
+    fleet.driver.run_until(snapshot.done.done)
+    with pytest.raises(LeaseLost):
+        snapshot.done.result()
+    assert not lease.parameters <= lease.intact

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
@@ -22,6 +23,18 @@ PATIENCE_S = 400.0
 _POLL_S = 0.02
 
 Process = subprocess.Popen[bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class Pipe:
+    """A pipe into a file: what a process writes is in the file a moment later, even after the process has ended."""
+
+    end: IO[bytes]
+    copying: threading.Thread
+
+    def drain(self) -> None:
+        """Wait until all that was written is in the file; all writers must have ended."""
+        self.copying.join(PATIENCE_S)
 
 
 def command(*arguments: str) -> list[str]:
@@ -48,12 +61,13 @@ def run(home: Path, *arguments: str, token: str | None = None) -> subprocess.Com
 
 
 @contextmanager
-def piped_to(output: IO[bytes]) -> Iterator[IO[bytes]]:
+def piped_to(output: IO[bytes]) -> Iterator[Pipe]:
     """Yield a pipe into a file, as whoever keeps the output of services and containers uses; ends with its writers."""
     reading, writing = os.pipe()
-    threading.Thread(target=_copy, args=(reading, os.dup(output.fileno())), daemon=True).start()
+    copying = threading.Thread(target=_copy, args=(reading, os.dup(output.fileno())), daemon=True)
+    copying.start()
     with os.fdopen(writing, "wb") as pipe:
-        yield pipe
+        yield Pipe(pipe, copying)
 
 
 def _copy(reading: int, writing: int) -> None:

@@ -51,7 +51,9 @@ class FleetView:
         return self._roster.members[device].memory_bytes
 
     def up_bytes_per_s(self, device: DeviceId) -> float:
-        return self._roster.members[device].up.value
+        """Rate of a device's uplink; 0 if it has left."""
+        member = self._roster.members.get(device)
+        return 0.0 if member is None else member.up.value
 
     def helpers(self) -> Iterator[tuple[DeviceId, float]]:
         """Yield devices that are not late, with FLOP/s: first those free soonest, then all others, each by speed."""
