@@ -80,20 +80,28 @@ def finished(log: Path) -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1200])
-def test_a_finished_run_of_a_large_fleet_is_shown(
-    finished: str, page: Page, scheme: Literal["light", "dark"], width: int
-) -> None:
-    page.emulate_media(color_scheme=scheme)
+def show(page: Page, address: str, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 800})
-    page.goto(finished)
+    page.goto(address)
     page.wait_for_selector("#state:text-is('Finished')")
     page.wait_for_selector(f"#figures:has-text('{STEPS - 1} of {STEPS}')")
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_finished_run_of_a_large_fleet_is_shown(finished: str, page: Page, width: int) -> None:
+    show(page, finished, width)
     assert page.locator("#fleet tr").count() > 100
     assert page.locator("#loss polyline").count() == 1
-    assert complaints(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.axe
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1200])
+def test_the_dashboard_is_accessible(finished: str, page: Page, scheme: Literal["light", "dark"], width: int) -> None:
+    page.emulate_media(color_scheme=scheme)
+    show(page, finished, width)
+    assert complaints(page) == []
 
 
 def test_a_large_run_takes_few_elements(finished: str, page: Page) -> None:
