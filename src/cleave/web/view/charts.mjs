@@ -163,12 +163,12 @@ function range(values) {
 }
 
 /**
- * Three to six round numbers within a range.
+ * Two to seven round numbers within a range.
  * @param {number} low
  * @param {number} high
  */
 export function ticks(low, high) {
-  const rough = (high - low) / 4, power = 10 ** Math.floor(Math.log10(rough));
+  const rough = (high - low) / 6, power = 10 ** Math.floor(Math.log10(rough));
   const step = /** @type {number} */ ([1, 2, 5, 10].map((factor) => factor * power).find((size) => size >= rough));
   /** @type {number[]} */
   const found = [];
