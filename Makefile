@@ -1,5 +1,6 @@
 # Two commands set everything up on a fresh machine: `make demo` and `make test`.
-# `make test` shows each law once; `make test-all`, which CI runs, also tests whole commands, pages and packages;
+# `make test` shows each law once; `make test-all`, which CI runs beside `make check`, also tests whole commands, pages and
+# packages;
 # `make test-exhaustive` runs every case of every grid and three times the generated examples.
 PYTHON ?= python3
 BIN := .venv/bin
@@ -7,21 +8,21 @@ BIN := .venv/bin
 # seconds for each target of `make fuzz`
 FUZZ_S ?= 60
 
-.PHONY: bench-scale demo test test-all test-exhaustive check lint types types-web wasm bench bench-server bench-live bench-faults bench-trust bench-step-planner bench-resident bench-rivals bench-wire bench-slow bench-page rivals fuzz docs dist clean
+.PHONY: bench-scale demo test test-all test-exhaustive check lint types check-pages wasm bench bench-server bench-live bench-faults bench-trust bench-step-planner bench-resident bench-rivals bench-wire bench-slow bench-page rivals fuzz docs dist clean
 
 demo: .venv/ready
 	$(BIN)/cleave train
 
 test: .venv/ready
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow and not axe"
 
 test-all: .venv/ready
-	$(BIN)/pytest
+	$(BIN)/pytest -m "not axe"
 
 test-exhaustive: .venv/ready
 	CLEAVE_TESTS=exhaustive $(BIN)/pytest
 
-check: lint types types-web
+check: lint types check-pages
 
 lint: .venv/ready
 	$(BIN)/ruff check .
@@ -31,13 +32,12 @@ lint: .venv/ready
 types: .venv/ready
 	$(BIN)/basedpyright
 
-# the types of the pages' scripts; needs Node
-types-web:
-	@if command -v npm >/dev/null; then \
-		cd tests/web; \
-		if [ -d node_modules ] || npm ci --silent --no-audit --no-fund; then npx tsc -p .; \
-		else echo "npm cannot install TypeScript: the types of the pages' scripts are not checked"; fi; \
-	else echo "npm is not installed: the types of the pages' scripts are not checked"; fi
+# types, own tests and accessibility of the pages; needs Node
+check-pages: .venv/ready
+	@if ! command -v npm >/dev/null; then echo "Node is not installed: the pages are not checked"; \
+	elif ! (cd tests/web; [ -d node_modules ] || npm ci --silent --no-audit --no-fund); then \
+		echo "npm cannot install TypeScript and axe: the pages are not checked"; test -z "$$CI"; \
+	else set -e; (cd tests/web; npx tsc -p .; node --test --test-reporter=dot); $(BIN)/pytest -n 0 -rs -m axe tests/web; fi
 
 # the kernel of browsers; needs clang-16 and lld-16
 wasm:

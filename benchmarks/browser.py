@@ -1,13 +1,14 @@
 """A browser as a device: its kernel beside numpy on one thread, and how fast operands reach it.
 
 Chromium is launched by itself, without a driver that listens to its traffic, and told by its debugging port to press
-the button. Both figures come from one run, so compare ratios. Run: OMP_NUM_THREADS=1 python benchmarks/browser.py
+the button. Both figures come from one run, so compare ratios. Run it on an idle machine: python benchmarks/browser.py
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeVar, cast
+
+os.environ["OPENBLAS_NUM_THREADS"] = os.environ["OMP_NUM_THREADS"] = "1"  # before numpy reads them
 
 import numpy as np
 from websockets.sync.client import connect

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from cleave import Fleet
 from cleave.cli.main import main
 from cleave.errors import ConnectionLost, InputError
 from cleave.server.admission.tokens import FILE, Keys
+from cleave.server.step_clock import StepTime
 from cleave.transport.address import Address, parse_address
 from cleave.transport.http import get
 
@@ -65,6 +67,14 @@ def test_the_command_shows_devices_and_has_json(
     shown = capsys.readouterr().out
     assert fleet.devices[0].device in shown
     assert "1 device" in shown
+
+
+def test_every_field_of_the_status_is_documented(place: tuple[Fleet, Address]) -> None:
+    fleet, _ = place
+    page = (Path(__file__).parents[2] / "docs" / "dashboard.md").read_text()
+    told = set(re.findall(r"`(\w+)`", page))
+    status = dataclasses.asdict(fleet.status())
+    assert {*status, *status["devices"][0], *(field.name for field in dataclasses.fields(StepTime))} <= told
 
 
 def test_a_device_token_and_a_wrong_certificate_are_refused(place: tuple[Fleet, Address]) -> None:

@@ -123,7 +123,7 @@ class World:
     async def product(self, role: Role, layer: Layer) -> None:
         """Compute one product on the fleet and check it."""
         a, b = layer.operands(role)
-        staged = [tuple(self._tensor(matrix) for matrix in side) for side in (a, b)]
+        staged = [tuple(self.tensor(matrix) for matrix in side) for side in (a, b)]
         outputs = await asyncio.wrap_future(
             self.cluster.submit(role, staged[0], staged[1], self.cluster.choose_layer(layer.linear).plan)
         )
@@ -138,7 +138,7 @@ class World:
                     group.create_task(self.product(role, layer), name=f"product {role}")
         self.cluster.step_ended()
 
-    def _tensor(self, matrix: Matrix) -> Tensor:
+    def tensor(self, matrix: Matrix) -> Tensor:
         made = self.cluster.tensor(*matrix.shape)
         made.bind(matrix)
         return made

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import msgspec
 import pytest
+import torch
+from tests.support.models import make, tokens
 from tests.web.accessibility import complaints
 
-from cleave import Fleet, events
+from cleave import Fleet, distribute, events
 from cleave.events import EventLog
 from cleave.report.viewing import viewer
 from cleave.run_files import EVENTS
@@ -24,8 +27,12 @@ DEVICES, STEPS = 1000, 9000
 
 
 def joined(number: int) -> events.DeviceJoined:
+    return joined_as(f"device-{number}", number)
+
+
+def joined_as(name: str, number: int = 0) -> events.DeviceJoined:
     return events.DeviceJoined(
-        device=f"device-{number}",
+        device=name,
         flops_per_s=1e9 * (1 + number % 7),
         down_bytes_per_s=1e7,
         up_bytes_per_s=2e6,
@@ -80,20 +87,28 @@ def finished(log: Path) -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 1200])
-def test_a_finished_run_of_a_large_fleet_is_shown(
-    finished: str, page: Page, scheme: Literal["light", "dark"], width: int
-) -> None:
-    page.emulate_media(color_scheme=scheme)
+def show(page: Page, address: str, width: int) -> None:
     page.set_viewport_size({"width": width, "height": 800})
-    page.goto(finished)
+    page.goto(address)
     page.wait_for_selector("#state:text-is('Finished')")
     page.wait_for_selector(f"#figures:has-text('{STEPS - 1} of {STEPS}')")
+
+
+@pytest.mark.parametrize("width", [390, 1200])
+def test_a_finished_run_of_a_large_fleet_is_shown(finished: str, page: Page, width: int) -> None:
+    show(page, finished, width)
     assert page.locator("#fleet tr").count() > 100
     assert page.locator("#loss polyline").count() == 1
-    assert complaints(page) == []
     assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.axe
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [390, 1200])
+def test_the_dashboard_is_accessible(finished: str, page: Page, scheme: Literal["light", "dark"], width: int) -> None:
+    page.emulate_media(color_scheme=scheme)
+    show(page, finished, width)
+    assert complaints(page) == []
 
 
 def test_a_large_run_takes_few_elements(finished: str, page: Page) -> None:
@@ -122,6 +137,59 @@ def test_a_live_run_is_followed_by_administrators_only(page: Page, tmp_path: Pat
         page.wait_for_selector(f"#figures:has-text('2 of {STEPS}')")
         page.goto("about:blank")
     write.close()
+
+
+@pytest.mark.parametrize("grain", ["gemm", "resident"])
+def test_the_latest_step_and_its_plan_are_drawn(grain: Literal["gemm", "resident"], page: Page, tmp_path: Path) -> None:
+    (tmp_path / EVENTS).touch()
+    with Fleet("127.0.0.1:0", directory=tmp_path, offload="always") as fleet:
+        fleet.start_devices(2)
+        fleet.wait(2)
+        model = distribute(make("llama"), fleet, grain=grain)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(3):
+            batch = tokens(number, 8, 64)
+            model(input_ids=batch, labels=batch).loss.backward()
+            optimizer.step()
+        page.goto(fleet.url.replace("ws://", "http://", 1))
+        page.wait_for_selector("#timeline rect title", state="attached")
+        assert "computed" in str(page.get_attribute("#timeline svg", "aria-label"))
+        assert page.locator("#timeline rect").count() > 3
+        page.wait_for_selector("#plan rect")
+        assert page.is_hidden("#orders"), "nobody showed a token"
+        page.goto("about:blank")
+
+
+def test_an_administrator_pauses_and_resumes_a_device(page: Page, tmp_path: Path) -> None:
+    person = Keys(path=tmp_path / FILE)
+    _, admin = person.add("admin")
+    (tmp_path / EVENTS).touch()
+    with Fleet("127.0.0.1:0", keys=Keys(path=tmp_path / FILE), directory=tmp_path) as fleet:
+        fleet.start_devices(1)
+        fleet.wait(1)
+        page.goto(f"{fleet.url.replace('ws://', 'http://', 1)}/#{admin}")
+        page.click("[data-order=pause]:enabled")
+        page.wait_for_selector("#order-device option:has-text('(paused)')", state="attached")
+        assert not fleet.devices
+        page.click("[data-order=resume]:enabled")
+        page.wait_for_selector("#order-device option:not(:has-text('(paused)'))", state="attached")
+        page.wait_for_selector("#fleet th[scope=row]")
+        page.goto("about:blank")
+
+
+def test_a_name_is_text_whatever_it_contains(page: Page, tmp_path: Path) -> None:
+    name = "<img src=x onerror=alert(1)>"
+    (tmp_path / EVENTS).write_bytes(
+        b"".join(msgspec.json.encode(each) + b"\n" for each in (events.Note(text=name), joined_as(name)))
+    )
+    server = viewer(tmp_path / EVENTS)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    page.goto(f"http://127.0.0.1:{server.server_port}/")
+    page.wait_for_selector(f"#fleet:has-text('{name}')")
+    page.wait_for_selector(f"#events:has-text('{name} joined')")
+    assert page.locator("img").count() == 0
+    server.shutdown()
+    server.server_close()
 
 
 def test_without_a_token_the_dashboard_asks_for_one(browser: object, tmp_path: Path) -> None:

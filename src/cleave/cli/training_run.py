@@ -17,7 +17,7 @@ from cleave.api.fleet import Fleet
 from cleave.api.run_bill import run_bill
 from cleave.config import TrainConfig
 from cleave.core.verify.vouching import Vouching
-from cleave.events import AnyEvent, EnergyUsed, EventLog, Note, Paused, Throttle
+from cleave.events import AnyEvent, EnergyUsed, EventLog, Note, Paused, StepDone, Throttle
 from cleave.report.plain import plain_console
 from cleave.report.train_screen import TrainView
 from cleave.server.admission.gate import is_loopback
@@ -37,6 +37,7 @@ _STRANGERS = (
     "machines, add --trust own"
 )
 _LOCAL_WAIT_S = 60.0
+_BILL_EVERY_S = 60.0
 
 
 class TrainingRun:
@@ -51,6 +52,7 @@ class TrainingRun:
         self._pending: list[AnyEvent] = []
         self._throttle = Throttle(time.monotonic)
         self._lock = threading.RLock()
+        self._began_s = self._billed_s = time.monotonic()
         run_files.claim(directory)  # before anything is written there
 
     def observe(self, event: AnyEvent) -> None:
@@ -58,6 +60,8 @@ class TrainingRun:
         with self._lock:
             for each in self._throttle(event):
                 self._write(each)
+        if isinstance(event, StepDone) and time.monotonic() - self._billed_s >= _BILL_EVERY_S:
+            self.tell_energy(time.monotonic() - self._began_s)
 
     def _write(self, event: AnyEvent) -> None:
         """Write an event to the screen and to the log, which is opened once the run's directory exists."""
@@ -147,6 +151,7 @@ class TrainingRun:
 
     def tell_energy(self, wall_s: float) -> Bill | None:
         """Bill what devices did in so many seconds, and log it."""
+        self._billed_s = time.monotonic()
         bill = run_bill(self.fleet.cluster.members(), wall_s) if self.fleet else None
         if bill is not None:
             whole = bill.footprint

@@ -13,6 +13,7 @@ from cleave.web import HEADERS, File, files
 
 _NOTHING = File(b"null", "application/json")
 """The state of a fleet that is no more."""
+_LIVE = ("/api/status", "/api/plan", "/api/activity", "/api/advice")
 _OWN_NAMES = ("127.0.0.1", "localhost")
 
 
@@ -27,7 +28,7 @@ def viewer(events: Path, port: int = 0) -> ThreadingHTTPServer:
                 self.send_error(HTTPStatus.FORBIDDEN, "open the address that cleave view printed")
             elif path == "/api/events":
                 self.send_log(events)
-            elif path in ("/api/status", "/api/plan"):
+            elif path in _LIVE:
                 self.send_file(_NOTHING)
             elif path in pages and path != "/join":
                 self.send_file(pages[path])

@@ -37,8 +37,10 @@ from cleave.core.schedule.members import STAND_IN, Member
 from cleave.core.schedule.tasks import DeviceId
 from cleave.core.verify.trust import usual_share
 from cleave.core.verify.vouching import Vouching
-from cleave.errors import FleetGoneError, InfeasibleError
+from cleave.errors import FleetGoneError, InfeasibleError, InputError
 from cleave.protocol.numbers import Codec, Matrix, NumpyCodec
+from cleave.server.activity import StepActivity
+from cleave.server.admission.handshake import PAUSED
 from cleave.server.admission.tokens import Keys
 from cleave.server.contract import EngineEvent, Run, RunSubmitted
 from cleave.server.driver import Driver
@@ -60,6 +62,7 @@ from cleave.server.resident.run import ResidentRun
 from cleave.server.server_cost import BYTE_S, TASK_S
 from cleave.server.status import DeviceStatus, FleetStatus
 from cleave.server.steps import Steps
+from cleave.server.tiling import PlannedProduct
 from cleave.server.vacancy import StandIn
 from cleave.transport.base import Channel
 
@@ -69,6 +72,7 @@ _UNUSED = (
     "the server alone is predicted to be faster ({}); offload always uses the devices anyway, and a larger batch or "
     "faster links may make them worthwhile"
 )
+_DRAINED = "drained by whoever runs the server"
 _WAIT_S = 1.0
 _Result = TypeVar("_Result")
 
@@ -120,6 +124,7 @@ class Cluster:
         self.loop = loop
         self._codec, self._replay = codec or NumpyCodec(), None if is_scale_test else replay
         self._results = UncheckedResults if is_scale_test else GemmResults
+        self._keys = keys or Keys()
         self.engine, self._lock = Engine(), threading.RLock()
         self._fleet = FleetView(self.engine.ledger, self.engine.roster)
         self._listener = _harmless(listener)
@@ -146,7 +151,7 @@ class Cluster:
             self.engine,
             lock=self._lock,
             codec=self._codec,
-            keys=keys or Keys(),
+            keys=self._keys,
             planner=self._plan_again,
             wait_s=alone_wait_s,
             stand_in=stand_in,
@@ -167,6 +172,8 @@ class Cluster:
         self._products = self._products_then = 0
         self._is_unused = False
         self._is_closed = False
+        self._drained: set[DeviceId] = set()
+        self._product: PlannedProduct | None = None
         self._closing: list[Callable[[], None]] = []
 
     # -------------------------------------------------------------------------------------------- work
@@ -226,6 +233,11 @@ class Cluster:
             self.tell(events.Note(text=f"devices have no work: {reason}"))
             self._driver.tell_idle(reason)
         self._products_then = self._products
+        with self._lock:
+            self.engine.activity.step_ended(self.loop.time())
+            drained, self._drained = self._drained, set()
+        for device in drained:
+            self.disconnect(device, _DRAINED, rejoin=False)
         self._steps.ended()
         self.planning.step_ended()
 
@@ -243,8 +255,9 @@ class Cluster:
 
         Results travel in `format`, by default that of the first operand.
         """
-        blocks = plan.blocks[role] if plan is not None else ()
-        run = self._product_run(Product(role, a, b), blocks, format or a[0].format, priority)
+        product, blocks = Product(role, a, b), plan.blocks[role] if plan is not None else ()
+        self._product = PlannedProduct(role, product.gemm, blocks)
+        run = self._product_run(product, blocks, format or a[0].format, priority)
         self._start(run)
         return run.done
 
@@ -425,8 +438,18 @@ class Cluster:
 
     def status(self) -> FleetStatus:
         totals = self.totals()
+        with self._lock:
+            late, drained, paused = set(self.engine.ledger.late), set(self._drained), self.engine.roster.held
         return FleetStatus(
-            devices=tuple(DeviceStatus.of(member) for member in self.here()),
+            devices=tuple(
+                DeviceStatus.of(
+                    member,
+                    is_late=member.name in late,
+                    is_leaving=member.name in drained,
+                    token=member.key if member.key and self._keys.lists(member.key) else "",
+                )
+                for member in self.here()
+            ),
             grain=self._grain.grain if self._grain else None,
             grain_reason=self._grain.reason if self._grain else "",
             predicted_s=self._steps.predicted_s,
@@ -438,11 +461,22 @@ class Cluster:
             products=totals.products,
             waiting_s=totals.waiting_s,
             checking_s=totals.checking_s,
+            paused=paused,
         )
 
     def plan(self) -> ResidentPlan | None:
         """The plan of the latest pass through resident layers, if that is how the model is trained now."""
         return self.planning.latest if self._grain is not None and self._grain.grain == "resident" else None
+
+    @property
+    def product(self) -> PlannedProduct | None:
+        """The latest product, with the plan for it."""
+        return self._product
+
+    def activity(self) -> StepActivity | None:
+        """What devices computed in the latest step."""
+        with self._lock:
+            return self.engine.activity.latest
 
     def totals(self) -> Totals:
         down, up = self._driver.traffic()
@@ -494,6 +528,40 @@ class Cluster:
         batch = run.batch
         work = PassWork(run.decoder, batch.sequences, batch.sequence, batch.is_trained, batch.wants_dx)
         return self.planning.plan_again(work, run.unable, run.barred)
+
+    # -------------------------------------------------------------------------------------------- orders
+
+    def pause(self, device: str) -> None:
+        """Have a device hand its work back and stay away until it is resumed."""
+        with self._lock:
+            self.engine.roster.hold(self._present(device).name)
+        self.disconnect(device, PAUSED, rejoin=True)
+
+    def resume(self, device: str) -> None:
+        """Let a paused device join again, which it tries every half a minute or sooner."""
+        with self._lock:
+            self.engine.roster.let_go(device)
+
+    def drain(self, device: str) -> None:
+        """Have a device leave when the step is over; at once if it has no work."""
+        with self._lock:
+            self._present(device)
+            if self.engine.is_busy:
+                self._drained.add(DeviceId(device))
+                return
+        self.disconnect(device, _DRAINED, rejoin=False)
+
+    def ban(self, device: str) -> None:
+        """Have a device leave for the rest of the run, as if its results had been wrong."""
+        with self._lock:
+            self._present(device).trust.lose()
+        self.disconnect(device, "banned by whoever runs the server", rejoin=False)
+
+    def _present(self, device: str) -> Member:
+        member = self.engine.roster.members.get(device)
+        if member is None or device == STAND_IN:
+            raise InputError(f"expected a connected device, got {device!r}, which may have left just now")
+        return member
 
     def disconnect(self, device: str, reason: str, *, rejoin: bool) -> None:
         """Disconnect a device soon; with `rejoin` it may come back."""

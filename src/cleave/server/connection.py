@@ -59,9 +59,9 @@ log = logging.getLogger(__name__)
 class Disconnected(CleaveError):
     """The server ended the connection."""
 
-    def __init__(self, reason: str, *, rejoin: bool) -> None:
+    def __init__(self, reason: str, *, rejoin: bool, is_fault: bool = True) -> None:
         super().__init__(reason)
-        self.rejoin = rejoin
+        self.rejoin, self.is_fault = rejoin, is_fault
 
 
 class Connection:
@@ -128,9 +128,9 @@ class Connection:
     def forget(self, operands: tuple[OperandId, ...]) -> None:
         self._outbox.put_urgent(messages.Drop(operands=operands))
 
-    def disconnect(self, reason: str, *, rejoin: bool) -> None:
+    def disconnect(self, reason: str, *, rejoin: bool, is_fault: bool = True) -> None:
         if not self._ending.done():
-            self._ending.set_exception(Disconnected(reason, rejoin=rejoin))
+            self._ending.set_exception(Disconnected(reason, rejoin=rejoin, is_fault=is_fault))
 
     def result_checked(self) -> None:
         """Count a result as checked; resume reading if it was paused."""

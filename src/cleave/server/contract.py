@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, Literal, Protocol, cast
 
 from cleave import events
 from cleave.core.cost.wire import WireFormat
@@ -242,15 +242,26 @@ class Run(Protocol):
         ...
 
 
+Kind = Literal["forward", "backward", "gradients", "weights"]
+"""What a task is for: activations, their gradients, gradients of weights, or sending and updating weights."""
+
+
 class Work(Protocol):
     """Interface of a task's `work`."""
 
     @property
     def run(self) -> Run: ...
 
+    @property
+    def kind(self) -> Kind: ...
+
+
+def work_of(task: Task) -> Work:
+    return cast("Work", task.work)
+
 
 def run_of(task: Task) -> Run:
-    return cast("Work", task.work).run
+    return work_of(task).run
 
 
 # ------------------------------------------------------------------------------------------------ events of the engine

@@ -278,7 +278,9 @@ class Driver:
     # -------------------------------------------------------------------------------------------- connections
 
     def disconnect(self, device: DeviceId, reason: str, *, rejoin: bool) -> None:
-        self._act(Disconnect(device, reason, rejoin))
+        """Send a device away that did nothing wrong."""
+        if device in self._connections:
+            self._connections[device].disconnect(reason, rejoin=rejoin, is_fault=False)
 
     async def serve(self, channel: Channel, own: str = "") -> None:
         """Serve a device from its hello to its last byte; `own` names the server's own device."""
@@ -320,7 +322,7 @@ class Driver:
         except ConnectionLost as fault:
             reason = str(fault)
         except Disconnected as fault:
-            reason, rejoin, is_fault = str(fault), fault.rejoin, True
+            reason, rejoin, is_fault = str(fault), fault.rejoin, fault.is_fault
         except (CleaveError, TimeoutError) as fault:
             reason, is_fault = str(fault) or "joining timed out", True
             log.info("connection ended: %s", reason)

@@ -40,6 +40,7 @@ from cleave.core.schedule.tasks import (
 )
 from cleave.core.verify.vouching import Vouching
 from cleave.errors import CleaveError, ProtocolError, WrongResult
+from cleave.server.activity import Activity
 from cleave.server.contract import (
     Action,
     Arrived,
@@ -79,6 +80,7 @@ class Engine:
         self.ledger = Ledger()
         self.roster = Roster(self.ledger.late)
         self.vouching = Vouching()
+        self.activity = Activity()
         self._runs: dict[Run, None] = {}
         """Runs in progress; a dict keeps their order."""
         self._exclusive: Run | None = None
@@ -97,6 +99,11 @@ class Engine:
     def is_waiting(self) -> bool:
         """Whether some run waits for devices."""
         return bool(self._parked)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether some run is in progress."""
+        return bool(self._runs)
 
     def handle(self, event: EngineEvent, now: float) -> list[Action]:
         """Handle one event and everything that follows from it; return actions for the driver."""
@@ -312,6 +319,7 @@ class Engine:
         flops = task.flops * part.area / task.whole.area
         seen = arrived.seen.bounded(self.ledger.elapsed(device, id, self._now), flops)
         self.roster.observe(device, seen, task.effort)
+        self.activity.arrived(task, seen, self._now)
         if self.ledger.is_slower(device, member.pace):
             self._decide(PaceMeasured(device, member.pace))
         if task.is_bound:

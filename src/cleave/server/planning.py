@@ -23,6 +23,7 @@ from cleave.core.fleet.profiles import DeviceId, Profiles
 from cleave.core.model.decoder import Decoder
 from cleave.core.model.gemms import Linear
 from cleave.core.model.shard import Shard
+from cleave.core.plan.advice import Advice, advise
 from cleave.core.plan.choose import (
     Arrange,
     LayerChoice,
@@ -48,6 +49,8 @@ _FEW_DEVICES = 12
 """Fleets up to this size are planned in milliseconds, in the calling thread."""
 _STALE_S = 10.0
 """Time after which work without steps, such as evaluation, adopts a changed fleet."""
+_ADVISED_DEVICES = 32
+"""Fleets up to this size get advice, which takes half a dozen plans."""
 _REMODELED_DEVICES = 128
 """Fleets up to this size are modeled again after every step, with the rates that it taught."""
 _RECONSIDERED_EVERY = 2
@@ -112,6 +115,8 @@ class Planning:
         """Why work stayed on this server since the last step boundary; empty if none did."""
         self.latest: ResidentPlan | None = None
         """The plan of the last pass."""
+        self._trained: tuple[PassWork, Local, bool] | None = None
+        """What the last choice for training was asked."""
 
     def step_ended(self) -> None:
         """Mark a step boundary: adopt the current fleet."""
@@ -177,6 +182,8 @@ class Planning:
                 self._passes.clear()
             lenders = self._may_lend
             self._passes[work, local, must] = _Chosen(number, names, choice, searched_step, searched_s, lenders)
+            if work.is_trained:
+                self._trained = (work, local, must)
             if work.is_trained and profiles is not None:
                 self._assumed = Terms(profiles=profiles, server=self._setting.server)
             if choice.plan is not None:
@@ -227,6 +234,28 @@ class Planning:
             return self.modeled_s(choice, local, terms.profiles, replace(setting, server=terms.server))
 
         return wrong_term(assumed, Terms(profiles=profiles, server=setting.server), judge)
+
+    def advice(self) -> tuple[Advice, ...]:
+        """Say what more or fewer devices would change; nothing where no batch was planned, or where that takes long."""
+        profiles = self._fleet()[1]
+        with self._lock:
+            trained, setting = self._trained, self._pass_setting
+        if trained is None or profiles is None or len(profiles) > _ADVISED_DEVICES:
+            return ()
+        work, local, must = trained
+        audited = self._audited()
+
+        def judge(fleet: Profiles) -> float | None:
+            lenders = setting.lenders
+            if lenders:  # what is not there would be like what is
+                lenders |= set(map(DeviceId, fleet.names)).difference(profiles.names)
+            asked = replace(setting, lenders=lenders)
+            choice = self._call(
+                fleet, choose_pass, work, fleet, asked, local, must=must, arrange=self._arrange, audited=audited
+            )
+            return choice.modeled_s
+
+        return advise(profiles, judge)
 
     def modeled_s(
         self, choice: PassChoice, local: Local, profiles: Profiles | None, setting: Setting | None = None

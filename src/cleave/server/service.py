@@ -1,5 +1,6 @@
 """The server's only port: WebSockets of devices at /ws, the page that makes a browser a device at /join, the
-dashboard at / and, for administrators, what it shows: /api/status, /api/plan, /api/events; /metrics for Prometheus.
+dashboard at / and, for administrators, what it shows (/api/status, /api/plan, /api/activity, /api/advice, /api/events),
+orders to devices (/api/orders), and /metrics for Prometheus.
 
 Runs an event loop in its own thread, so that training in other threads continues undisturbed. Connections have passed
 `admission/gate.py`; answers to strangers reveal nothing about the run.
@@ -23,20 +24,22 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 from uvicorn.server import ServerState
 
+from cleave.core.plan.advice import Advice
 from cleave.descriptors import descriptors
 from cleave.errors import InputError
-from cleave.server import event_stream, process_settings
+from cleave.server import event_stream, process_settings, tiling
 from cleave.server.admission.certificate import Certificate
 from cleave.server.admission.doorkeeper import WITHIN_S
 from cleave.server.admission.gate import Entrance, Limits, Say, fitting, is_loopback, objection_to, place_of
 from cleave.server.admission.tokens import Keys
 from cleave.server.cluster import Cluster
 from cleave.server.metrics import CONTENT_TYPE, as_metrics
+from cleave.server.orders import obey
 from cleave.server.pages import page_routes
-from cleave.server.tiling import tiling
 from cleave.transport.base import Channel
 from cleave.transport.websocket import Accepting
 
+_ADVISED_S = 30.0
 _STOP_S = 5.0
 _PATIENCE_S = 2.0  # for goodbyes to devices, and for responses in flight
 _ADMIN_ONLY = "expected an admin token (Authorization: Bearer ...), got none or another; see cleave token --help"
@@ -73,6 +76,7 @@ class Service:
         self._loop = _new_loop()
         self.cluster = make_cluster(self._loop)
         self._stopping = asyncio.Event()
+        self._advised_at, self._advice_given = -_ADVISED_S, tuple[Advice, ...]()
         self._stays: set[asyncio.Task[None]] = set()
         self._started = threading.Event()
         self._is_stopped = False
@@ -135,6 +139,9 @@ class Service:
             Route("/healthz", _healthy),
             Route("/api/status", self._for_admins(self._status)),
             Route("/api/plan", self._for_admins(self._plan)),
+            Route("/api/activity", self._for_admins(self._activity)),
+            Route("/api/advice", self._for_admins(self._advice)),
+            Route("/api/orders", self._for_admins(self._order, with_token=True), methods=["POST"]),
             Route("/api/events", self._for_admins(self._follow)),
             Route("/metrics", self._for_admins(self._metrics)),
             *page_routes(),
@@ -159,14 +166,14 @@ class Service:
         self._stays.add(stay)
         stay.add_done_callback(self._stays.discard)
 
-    def _for_admins(self, answer: Answer) -> Answer:
-        """Require an admin token; a run without any key answers this machine's own programs instead."""
+    def _for_admins(self, answer: Answer, *, with_token: bool = False) -> Answer:
+        """Require an admin token; unless `with_token`, a run without any key answers this machine's own programs."""
 
         async def checked(request: Request) -> Response:
             why = self._objection(request.headers.getlist("origin"), request.headers.getlist("host"))
             if why:
                 return PlainTextResponse(f"{why}\n", 403)
-            is_nobodys = self.is_local and self._keys.is_bare
+            is_nobodys = self.is_local and self._keys.is_bare and not with_token
             try:
                 is_allowed = is_nobodys or await self._is_admin(request)
             except TimeoutError:
@@ -187,7 +194,31 @@ class Service:
         return _json(self.cluster.status())
 
     async def _plan(self, request: Request) -> Response:
-        return _json(tiling(self.cluster.plan()))
+        plan, product = self.cluster.plan(), self.cluster.product
+        return _json(
+            {
+                "pass": None if plan is None else tiling.of_pass(plan),
+                "product": None if product is None or plan is not None else tiling.of_product(product),
+            }
+        )
+
+    async def _activity(self, request: Request) -> Response:
+        return _json(self.cluster.activity())
+
+    async def _advice(self, request: Request) -> Response:
+        """Plan for other fleets, off the loop and not more often than needed."""
+        now = self._loop.time()
+        if now - self._advised_at > _ADVISED_S:
+            self._advised_at = now
+            self._advice_given = await asyncio.to_thread(self.cluster.planning.advice)
+        return _json(self._advice_given)
+
+    async def _order(self, request: Request) -> Response:
+        try:
+            obey(await request.body(), self.cluster, self._keys)
+        except InputError as fault:
+            return PlainTextResponse(f"{fault}\n", 400)
+        return Response(status_code=204)
 
     async def _follow(self, request: Request) -> Response:
         if self._events is None:

@@ -33,9 +33,15 @@ class DeviceStatus:
     up_bytes: int
     idle_reason: str
     """Why it has no work; empty while it has some."""
+    is_late: bool
+    """Whether its work is given to others, too, and it gets no new work until it answers."""
+    is_leaving: bool
+    """Whether it was drained: it leaves at the end of the step."""
+    token: str
+    """Id of the token it joined with, if `cleave token list` has it; else empty."""
 
     @classmethod
-    def of(cls, member: Member) -> DeviceStatus:
+    def of(cls, member: Member, *, is_late: bool, is_leaving: bool, token: str) -> DeviceStatus:
         flops_per_s, down_bytes_per_s, up_bytes_per_s = member.rates
         return cls(
             device=member.name,
@@ -54,6 +60,9 @@ class DeviceStatus:
             down_bytes=member.down_bytes,
             up_bytes=member.up_bytes,
             idle_reason=member.idle_reason,
+            is_late=is_late,
+            is_leaving=is_leaving,
+            token=token,
         )
 
 
@@ -81,3 +90,5 @@ class FleetStatus:
     """Seconds the caller waited for devices."""
     checking_s: float
     """Seconds the server spent verifying results."""
+    paused: tuple[str, ...]
+    """Devices that may not join until an administrator resumes them."""

@@ -1,6 +1,6 @@
 // The dashboard: follows a run's events, and asks the server what its fleet is doing.
 
-import { drawLines, drawTiling, number } from "./view/charts.mjs";
+import { drawLines, drawTiling, drawTimeline, number } from "./view/charts.mjs";
 import { History } from "./view/history.mjs";
 
 const ASK_MS = 2000;
@@ -14,8 +14,12 @@ let isDirty = true;
 let isLive = true;
 /** @type {any} */
 let status = null;
-/** @type {import("./view/charts.mjs").Tiling | null} */
+/** @type {{pass: import("./view/charts.mjs").Tiling | null, product: import("./view/charts.mjs").Tiling | null} | null} */
 let plan = null;
+/** @type {import("./view/charts.mjs").Activity | null} */
+let activity = null;
+/** @type {{text: string, change: number}[] | null} */
+let advice = null;
 
 get("ask").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -23,6 +27,11 @@ get("ask").addEventListener("submit", (event) => {
   get("ask").hidden = true;
   void follow();
 });
+get("order-buttons").addEventListener("click", ({ target }) => {
+  if (target instanceof HTMLButtonElement && target.dataset.order) void order(target.dataset.order);
+});
+get("order-device").addEventListener("change", () => { isDirty = true; });
+addEventListener("resize", () => { isDirty = true; });
 setInterval(draw, DRAW_MS);
 void follow();
 void watch();
@@ -87,24 +96,47 @@ async function read(body) {
 async function watch() {
   for (;;) {
     try {
-      const [found, tiles] = await Promise.all([ask("/api/status"), ask("/api/plan")]);
+      const [found, ...more] = await Promise.all(["/api/status", "/api/plan", "/api/activity", "/api/advice"].map((path) => ask(path)));
       status = found.ok ? await found.json() : null;
       if (found.ok && status === null) {
         isLive = false; // there is a log, and no server
         return;
       }
-      plan = tiles.ok ? await tiles.json() : null;
+      [plan, activity, advice] = await Promise.all(more.map((answer) => (answer.ok ? answer.json() : null)));
     } catch {
-      status = plan = null;
+      status = plan = activity = advice = null;
     }
     isDirty = true;
     await new Promise((resolve) => setTimeout(resolve, ASK_MS));
   }
 }
 
-/** @param {string} path */
-function ask(path) {
-  return fetch(path, token ? { headers: { Authorization: `Bearer ${token}` } } : {});
+/**
+ * @param {string} path
+ * @param {RequestInit} [options]
+ */
+function ask(path, options = {}) {
+  return fetch(path, token ? { ...options, headers: { Authorization: `Bearer ${token}` } } : options);
+}
+
+/**
+ * Give an order about the chosen device, or about the token it joined with.
+ * @param {string} what
+ */
+async function order(what) {
+  const device = /** @type {HTMLSelectElement} */ (get("order-device")).value;
+  const to = what === "revoke" ? tokenOf(device) : device;
+  if (what === "ban" && !confirm(`Ban ${device} for the rest of this run?`)) return;
+  if (what === "revoke" && !confirm(`Revoke the token of ${device}, and disconnect every device that joined with it?`)) return;
+  const answer = await ask("/api/orders", { method: "POST", body: JSON.stringify({ do: what, to }) }).catch(() => null);
+  const said = { pause: "is paused", resume: "may join again", drain: "leaves when the step is over", ban: "is banned", revoke: "can no longer join: its token is revoked" };
+  if (answer?.ok) get("order-note").textContent = `${device} ${said[/** @type {keyof typeof said} */ (what)]}.`;
+  else get("order-note").textContent = answer ? await answer.text() : "No answer from the server.";
+}
+
+/** @param {string} device */
+function tokenOf(device) {
+  return status?.devices.find((/** @type {any} */ one) => one.device === device)?.token ?? "";
 }
 
 function draw() {
@@ -121,7 +153,7 @@ function draw() {
     Devices: String(status ? status.devices.length : [...history.devices.values()].filter(({ isHere }) => isHere).length),
     Down: bytes(status?.down_bytes ?? history.downBytes),
     Up: bytes(status?.up_bytes ?? history.upBytes),
-    ...(energy ? { Energy: `${(energy.energy_j / 3.6e6).toPrecision(3)} kWh` } : {}),
+    ...(energy ? { Energy: `${number(energy.energy_j / 3.6e6)} kWh`, Emissions: `${number(1000 * energy.kgco2e)} g CO₂e` } : {}),
   });
   get("grain").textContent = history.paused || (history.grain && `grain ${history.grain}`);
   drawLines(get("loss"), "loss", [
@@ -132,12 +164,22 @@ function draw() {
     { name: "measured", className: "first", points: steps.map(({ step, seconds }) => [step, seconds]) },
     { name: "predicted", className: "second", points: steps.map(({ step, predicted }) => [step, predicted ?? NaN]) },
   ]);
+  const hints = advice?.map(({ text, change }) => textOf("li", `${text}: ${Math.round(100 * change)} % per step (predicted)`)) ?? [];
+  get("advice").replaceChildren(...hints);
+  get("advice").hidden = !hints.length;
   fleet();
-  get("plan-section").hidden = !plan?.tiles.length;
-  if (plan?.tiles.length) {
-    drawTiling(get("plan"), plan);
-    get("plan-note").textContent =
-      `Chunks of ${plan.chunk} tokens; predicted ${number(plan.predicted_s)} s per step; the limit is ${plan.limit}.`;
+  orders();
+  get("timeline-section").hidden = !activity;
+  if (activity) {
+    drawTimeline(get("timeline"), activity);
+    get("timeline-note").textContent = activity.is_cut ? "Only the first results of this step are shown." : "";
+  }
+  const tiling = plan?.pass ?? plan?.product;
+  get("plan-section").hidden = !tiling?.tiles.length;
+  if (tiling?.tiles.length) {
+    drawTiling(get("plan"), tiling);
+    get("plan-heading").textContent = `${plan?.pass ? "Plan of the step" : "Plan of the latest product"}: ${tiling.across} across, ${tiling.down} down`;
+    get("plan-note").textContent = tiling.note;
   }
   events();
 }
@@ -155,13 +197,15 @@ function fleet() {
   /** @type {[string, ...string[]][]} */
   let rows;
   const head = status
-    ? ["Device", "Trust", "Kernel", "GFLOP/s", "Down", "Up", "Tasks", "Verified", "Wrong", "State"]
+    ? ["Device", "Trust", "Kernel", "GFLOP/s", "Down", "Up", "Share", "Tasks", "Verified", "Wrong", "State"]
     : ["Device", "Kernel", "GFLOP/s", "Down", "Up", "State"];
   if (status) {
     const devices = [...status.devices].sort((a, b) => b.done_flops - a.done_flops);
+    const all = devices.reduce((total, { done_flops }) => total + done_flops, 0) || 1;
     rows = devices.map((one) => [
       one.device, one.trust, one.kernel, giga(one.flops_per_s), rate(one.down_bytes_per_s), rate(one.up_bytes_per_s),
-      one.tasks.toLocaleString(), `${giga(one.verified_flops)} G`, String(one.wrong), one.idle_reason || "working",
+      `${Math.round((100 * one.done_flops) / all)}%`, one.tasks.toLocaleString(), `${giga(one.verified_flops)} GFLOP`,
+      String(one.wrong), one.is_late ? "late" : one.is_leaving ? "leaves after this step" : one.idle_reason || "working",
     ]);
   } else {
     rows = [...history.devices].map(([name, { event, isHere }]) => [
@@ -177,6 +221,25 @@ function fleet() {
     return row;
   }));
   get("fleet-note").textContent = rows.length > MOST_ROWS ? `${rows.length - MOST_ROWS} more devices.` : rows.length ? "" : "No device yet.";
+}
+
+/** Offer orders to whoever showed a token; the list changes only with the fleet, as somebody may be choosing. */
+function orders() {
+  get("orders").hidden = !(token && status);
+  if (get("orders").hidden) return;
+  const choice = /** @type {HTMLSelectElement} */ (get("order-device"));
+  const here = status.devices.map((/** @type {any} */ one) => one.device).sort();
+  const away = status.paused.filter((/** @type {string} */ name) => !here.includes(name));
+  const options = [...here.map((/** @type {string} */ name) => [name, name]), ...away.map((/** @type {string} */ name) => [name, `${name} (paused)`])];
+  if (choice.dataset.shown !== JSON.stringify(options)) {
+    const chosen = choice.value;
+    choice.replaceChildren(...options.map(([name, label]) => new Option(label, name, false, name === chosen)));
+    choice.dataset.shown = JSON.stringify(options);
+  }
+  for (const button of get("order-buttons").querySelectorAll("button")) {
+    const isPaused = away.includes(choice.value), what = button.dataset.order;
+    button.disabled = !choice.value || isPaused !== (what === "resume") || (what === "revoke" && !tokenOf(choice.value));
+  }
 }
 
 function events() {

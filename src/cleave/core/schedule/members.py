@@ -297,6 +297,7 @@ class Roster:
         self._names = Names()
         self._reserved: set[str] = set()
         self._pauses = Pauses()
+        self._held: set[tuple[str, str, str | None]] = set()
 
     def add(
         self,
@@ -406,6 +407,22 @@ class Roster:
         """Whether a device with this name, address and token is quarantined: it has lost its trust."""
         before = self.past.get(name)
         return before is not None and before.is_same(address, key) and before.trust.is_lost
+
+    def hold(self, name: str) -> None:
+        """Keep a connected device from joining again until it is let go."""
+        member = self.members[name]
+        self._held.add((name, member.address, member.key))
+
+    def let_go(self, name: str) -> None:
+        self._held = {held for held in self._held if held[0] != name}
+
+    def is_held(self, name: str, address: str, key: str | None) -> bool:
+        return (name, address, key) in self._held
+
+    @property
+    def held(self) -> tuple[str, ...]:
+        """Names of the devices that may not join."""
+        return tuple(sorted({name for name, _, _ in self._held}))
 
     @contextmanager
     def reserved(self, name: str, *, own: bool = False) -> Generator[str]:

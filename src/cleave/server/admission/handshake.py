@@ -33,7 +33,11 @@ _COMPUTES_NOTHING = (
     "this device returns zeros instead of computing (--compute none), which only a server started with --scale-test "
     "accepts; start one, or use --compute real"
 )
-_QUARANTINED = "this device is in quarantine because its results were wrong; check its memory and processor"
+_QUARANTINED = (
+    "this device is in quarantine, because its results were wrong or because whoever runs the server banned it; check "
+    "its memory and processor, or ask them"
+)
+PAUSED = "paused by whoever runs the server"
 
 log = logging.getLogger(__name__)
 
@@ -86,6 +90,9 @@ async def welcome(
         with roster.reserved(own or hello.name, own=bool(own)) as name:
             if roster.is_quarantined(name, channel.address, key):
                 await _refuse(channel, _QUARANTINED)
+                return None
+            if roster.is_held(name, channel.address, key):
+                await channel.send(messages.Bye(reason=PAUSED, rejoin=True))
                 return None
             party = "" if own or doorkeeper.keys.is_lent(key) else key or group_of(channel.address)
             pause_s = roster.pause_s(name, channel.address, party, asyncio.get_running_loop().time())

@@ -158,6 +158,10 @@ class Keys:
         self._refresh()
         return tuple(self._kept.values())
 
+    def lists(self, id: str | None) -> bool:
+        """Whether people can see and revoke this key."""
+        return id in self._kept
+
     def add(self, role: Role = "device", token: str | None = None, trust: Level = TRUST) -> tuple[Key, str]:
         """Store a new key; return it with its token, which cannot be recovered later."""
         self._refresh()

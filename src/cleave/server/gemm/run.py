@@ -14,7 +14,7 @@ from typing import cast
 
 from cleave import events
 from cleave.core.cost.wire import DEVICE_BYTES, WireFormat, encoded_bytes
-from cleave.core.model.gemms import Gemm
+from cleave.core.model.gemms import Gemm, Role
 from cleave.core.plan.gemm.layer import Block, Extent
 from cleave.core.schedule.rectangles import Rectangle
 from cleave.core.schedule.tasks import (
@@ -32,12 +32,13 @@ from cleave.errors import CleaveError, InfeasibleError
 from cleave.protocol import messages
 from cleave.protocol.numbers import Matrix
 from cleave.protocol.programs import GemmProgram
-from cleave.server.contract import End, Keep, Park, Reject, Requests, Resolve, Tell
+from cleave.server.contract import End, Keep, Kind, Park, Reject, Requests, Resolve, Tell
 from cleave.server.fleet_view import FleetView
 from cleave.server.gemm.product import LAYOUTS, Piece, Product
 from cleave.server.gemm.results import Fresh, GemmResults
 from cleave.server.operands import Operands
 
+_KINDS: dict[Role, Kind] = {"forward": "forward", "grad_input": "backward", "grad_weight": "gradients"}
 _MOST_WRONG = 3
 """Devices wrong about one product, with no others connected, from which the fault is not a single device's."""
 
@@ -60,6 +61,10 @@ class GemmWork:
     piece: Piece
     loss: _Loss | None
 
+    @property
+    def kind(self) -> Kind:
+        return self.run.kind
+
 
 class GemmRun:
     is_exclusive = False
@@ -79,6 +84,7 @@ class GemmRun:
         """`blocks` is the plan; without one, blocks are placed when the run begins."""
         self.results = results
         self.done: Future[list[Matrix]] = Future()
+        self.kind: Kind = _KINDS[product.role]
         self._product, self._blocks, self._priority = product, blocks, priority
         self._format: WireFormat = format
         self._operands, self._ids, self._fleet = operands, ids, fleet

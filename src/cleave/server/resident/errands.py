@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import cast
+from typing import ClassVar, cast
 
 import numpy as np
 
@@ -36,7 +36,7 @@ from cleave.protocol import messages
 from cleave.protocol.frames import Buffer
 from cleave.protocol.numbers import Matrix
 from cleave.protocol.programs import Program
-from cleave.server.contract import End, Keep, Reject, Requests, Resolve, Run
+from cleave.server.contract import End, Keep, Kind, Reject, Requests, Resolve, Run
 from cleave.server.fleet_view import FleetView
 
 _FORMAT: WireFormat = "fp32"
@@ -65,6 +65,7 @@ class _ErrandWork:
     run: Run
     number: int
     message: messages.RunTask
+    kind: ClassVar[Kind] = "weights"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

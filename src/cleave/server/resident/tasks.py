@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TypedDict, cast
+from typing import ClassVar, TypedDict, cast
 
 import msgspec
 
@@ -30,7 +30,7 @@ from cleave.core.schedule.tasks import DeviceId, Operand, OperandId, Task, TaskI
 from cleave.errors import InfeasibleError
 from cleave.protocol import messages
 from cleave.protocol.programs import Backward, Collect, Forward, Hold, Program
-from cleave.server.contract import Run
+from cleave.server.contract import Kind, Run
 from cleave.server.operands import Operands, Tensor
 from cleave.server.resident.activations import Activations, Batched
 from cleave.server.resident.held_shard import HeldShard, hold
@@ -55,6 +55,10 @@ class UnitWork:
     parts: list[tuple[Rectangle, object]] = field(default_factory=lambda: list[tuple[Rectangle, object]]())
     """The result, as far as it has arrived."""
 
+    @property
+    def kind(self) -> Kind:
+        return self.unit.direction
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ReadWork:
@@ -65,6 +69,7 @@ class ReadWork:
     indexes: tuple[int, ...]
     """Their places among the shard's trained views."""
     message: messages.RunTask
+    kind: ClassVar[Kind] = "gradients"
 
     def alone(self, operand: Operand, view: View) -> messages.RunTask:
         """Return the message that reads one of them by itself."""
@@ -79,6 +84,7 @@ class HoldWork:
     run: Run
     tensor: Tensor | None
     message: messages.RunTask
+    kind: ClassVar[Kind] = "weights"
 
 
 ResidentWork = UnitWork | ReadWork | HoldWork
