@@ -276,3 +276,14 @@ def test_a_grain_whose_steps_take_far_longer_than_predicted_is_chosen_anew() -> 
         place.planning.experience.add("gemm", None, 1e3 * first.gemm_s, first.gemm_s)
         place.planning.step_ended()
     assert place.choose().is_resident
+
+
+def test_advice_is_about_the_latest_batch_and_leaves_its_plan_alone() -> None:
+    fleet = devices("ann", "bob", flops_per_s=1e8, rate=1e9)
+    planning = Planning(Setting(wire="fp32"), fleet=lambda: (0, fleet), tell=lambda _: None)
+    assert planning.advice() == ()
+    choice = planning.choose_pass(WORK, HERE, must=True)
+    told = planning.advice()
+    assert told[0].change < -0.2, "two more devices of the same kind"
+    assert planning.choose_pass(WORK, HERE, must=True) is choice
+    planning.close()

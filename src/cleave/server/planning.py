@@ -94,7 +94,7 @@ class Planning:
         """
         self._setting, self._fleet, self._tell, self._arrange = setting, fleet, tell, arrange
         self._audited, self._lenders = audited, lenders
-        self._process = PlanProcess()
+        self._process, self._adviser = PlanProcess(), PlanProcess()
         self._layers = LayerPlans(self._process, is_planned_here=self._is_planned_here)
         self._lock = threading.RLock()
         self._adopted: Snapshot = (-1, None)
@@ -243,16 +243,14 @@ class Planning:
         if trained is None or profiles is None or len(profiles) > _ADVISED_DEVICES:
             return ()
         work, local, must = trained
-        audited = self._audited()
+        audited, ask = self._audited(), self._adviser.call if self._is_portable else _here
 
         def judge(fleet: Profiles) -> float | None:
             lenders = setting.lenders
             if lenders:  # what is not there would be like what is
                 lenders |= set(map(DeviceId, fleet.names)).difference(profiles.names)
             asked = replace(setting, lenders=lenders)
-            choice = self._call(
-                fleet, choose_pass, work, fleet, asked, local, must=must, arrange=self._arrange, audited=audited
-            )
+            choice = ask(choose_pass, work, fleet, asked, local, must=must, arrange=self._arrange, audited=audited)
             return choice.modeled_s
 
         return advise(profiles, judge)
@@ -327,6 +325,7 @@ class Planning:
     def close(self) -> None:
         self._layers.close()
         self._process.close()
+        self._adviser.close()
 
     # -------------------------------------------------------------------------------------------- the fleet
 
@@ -351,13 +350,17 @@ class Planning:
         *args: _Arguments.args,
         **kwargs: _Arguments.kwargs,
     ) -> _Result:
-        if self._is_planned_here(profiles):
-            return function(*args, **kwargs)
-        return self._process.call(function, *args, **kwargs)
+        call = _here if self._is_planned_here(profiles) else self._process.call
+        return call(function, *args, **kwargs)
 
     def _is_planned_here(self, profiles: Profiles | None) -> bool:
         is_small = profiles is None or len(profiles) <= _FEW_DEVICES
-        return is_small or self._arrange is not plan_columns  # another one may not be picklable, as in tests
+        return is_small or not self._is_portable
+
+    @property
+    def _is_portable(self) -> bool:
+        """Whether another process can plan; an arrangement that is not the usual one, as in tests, may not get there."""
+        return self._arrange is plan_columns
 
     # -------------------------------------------------------------------------------------------- arrangements
 
@@ -396,6 +399,10 @@ class Planning:
         if key != self._told:
             self._told = key
             self._tell(choice)
+
+
+def _here(function: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
+    return function(*args, **kwargs)
 
 
 def _without(profiles: Profiles | None, devices: Collection[str]) -> Profiles:
