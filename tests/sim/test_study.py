@@ -279,6 +279,7 @@ def test_the_command_writes_all_parts_of_a_report(
     ("words", "named"),
     [
         ([*SMALL, "--report", "{file}"], "is a file"),
+        ([*SMALL, "--report", "{file}/study"], "file/study"),
         ([*SMALL, "--report", "{out}", "--figures", "prices"], "prices"),
         ([*SMALL, "--report", "{out}", "--systems", "cleve"], "cleave"),
         ([*SMALL, "--report", "{out}", "--churn", "0.1"], "--churn"),

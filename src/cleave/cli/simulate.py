@@ -9,6 +9,7 @@ import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING
 
 from cleave.cli.arguments import AddVerb, count, positive
@@ -196,7 +197,6 @@ def _run_report(options: argparse.Namespace) -> None:
         if getattr(options, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise InputError(f"{option} has no effect on a report, which varies such things by itself; drop {option}")
-    _check_report(Path(options.report))
     from cleave.api.study import TOKENS, make_study, plan_study, write_study
     from cleave.report import study_text
 
@@ -211,6 +211,7 @@ def _run_report(options: argparse.Namespace) -> None:
         only=FIGURES if options.figures is None else _names(options.figures),
         seed=1 if options.seed is None else options.seed,
     )
+    _check_report(Path(options.report))
     with study_text.watched() as progress:
         study = make_study(plan, progress)
     written = write_study(
@@ -237,6 +238,12 @@ def _check_report(out: Path) -> None:
     """Fail before minutes of computing, not after."""
     if out.exists() and not out.is_dir():
         raise InputError(f"--report {out} is a file, but a report is a directory; choose another one")
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with TemporaryFile(dir=out):
+            pass
+    except OSError as fault:
+        raise InputError(f"cannot write to --report {out}: {fault.strerror}; choose another one") from None
     try:
         import matplotlib  # noqa: F401  # pyright: ignore[reportUnusedImport]
     except ImportError:

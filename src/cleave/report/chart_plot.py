@@ -7,6 +7,7 @@ as such, not left out.
 from __future__ import annotations
 
 import io
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -27,6 +28,8 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "h")
 _DASHES = ("--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)))
 _WIDTH, _HEIGHT, _ROW, _LEGEND_ROW = 4.7, 3.1, 0.135, 0.19
 _LEGEND_COLUMNS = 3
+_CAPTION, _CAPTION_SIZE, _CAPTION_CHARACTERS = 0.45, 6.5, 92
+"""Of the setting above a panel: inches that it takes, points of its letters, and letters per line."""
 _WIDE = 8
 """Ratio of the largest value to the smallest from which a scale is logarithmic."""
 
@@ -66,10 +69,10 @@ def as_svg(panel: Panel, kinds: Mapping[str, Kind]) -> str:
 
 
 def as_png(chart: Chart, kinds: Mapping[str, Kind]) -> bytes:
-    """Draw all panels of a chart, in two columns."""
+    """Draw all panels of a chart, in two columns, each under its setting."""
     columns = min(len(chart.panels), 2)
     lines = [chart.panels[i : i + columns] for i in range(0, len(chart.panels), columns)]
-    heights = [max(map(_height, line)) for line in lines]
+    heights = [max(map(_height, line)) + _CAPTION for line in lines]
     figure = Figure(figsize=(_WIDTH * columns, sum(heights) + 0.5), layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
     figure.suptitle(chart.title, fontsize=12, x=0.01, ha="left", fontweight="bold")
@@ -77,6 +80,8 @@ def as_png(chart: Chart, kinds: Mapping[str, Kind]) -> bytes:
     for line, places in zip(lines, grid.tolist(), strict=True):
         for panel, place in zip(line, places, strict=False):
             _draw(place, panel, kinds, _PRINT)
+            caption = textwrap.fill(panel.setting, _CAPTION_CHARACTERS)
+            place.suptitle(caption, fontsize=_CAPTION_SIZE, x=0.01, ha="left", color=_PRINT.text)
     data = io.BytesIO()
     figure.savefig(data, format="png", dpi=140)
     return data.getvalue()

@@ -356,38 +356,43 @@ def share_by_pace(table: Table, kind: int, devices: Ints, pace: Floats) -> Group
 
 def weigh(table: Table, stages: tuple[StageCover, ...], server: Server) -> Cover:
     """The actual time of these columns: the busiest device, the fill, and what synchronization adds."""
-    of, profiles, terms = table.of, table.profiles, table.sums.terms
-    row_bytes = table.sums.hidden * terms.activation_bytes
-    link_s = 2 * row_bytes * (1 / profiles.down_bytes_per_s + 1 / profiles.up_bytes_per_s)
-    activation_s = sync_s = fill_s = 0.0
-    down = up = sync_down = sync_up = 0.0
-    spent_s: dict[ColumnLimit, float] = {"up": 0.0, "down": 0.0, "compute": 0.0}
-    sequence, longest_hop_s, at_once = table.sums.sequence, 0.0, float(table.rows)
-    for stage in stages:
-        kind, hop_s, number_s = stage.kind, 0.0, 0.0
-        for devices, rows in stage.groups:
-            busy_s = np.maximum(
-                table.row_s[kind, devices] * rows, table.down_s[kind, devices] * rows - table.gained_s[kind, devices]
-            )
-            activation_s = max(activation_s, float(busy_s.max()))
-            chunk_s = table.chunk * (link_s[devices] + table.compute_s[kind, devices])
-            hop_s = max(hop_s, float((chunk_s + 2 * profiles.latency_s[devices]) @ rows) / table.rows)
-            longest_hop_s = max(longest_hop_s, hop_s)
-            at_once = min(at_once, float(np.minimum(table.slots[kind, devices], rows / sequence).sum()))
-            number_s = max(number_s, float(table.sync_s[devices].max()))
-            kept = table.gained_s[kind, devices] * profiles.down_bytes_per_s[devices] / of.again_bytes_per_row[kind]
-            again = np.maximum(rows - kept, 0.0).sum() * of.again_bytes_per_row[kind]
-            down += float(of.down_bytes_per_row[kind] * table.rows + again)
-            up += float(of.up_bytes_per_row[kind] * table.rows)
-            sync_down += float(table.times * of.sync_down_bytes[kind] * len(devices))
-            sync_up += float(of.sync_up_bytes[kind] * len(devices))
-            spent_s["up"] += float((rows / profiles.up_bytes_per_s[devices]).sum() * of.up_bytes_per_row[kind])
-            spent_s["down"] += float((rows / profiles.down_bytes_per_s[devices]).sum() * of.down_bytes_per_row[kind])
-            spent_s["compute"] += float(rows @ table.compute_s[kind, devices])
-        sync_s = max(sync_s, number_s * float(of.trained[kind]) - _USABLE * fill_s)
-        fill_s += hop_s
+    of, profiles, sequence = table.of, table.profiles, table.sums.sequence
+    groups = [group for stage in stages for group in stage.groups]
+    devices, rows = np.concatenate([one.devices for one in groups]), np.concatenate([one.rows for one in groups])
+    slices, sizes = np.array([len(one.groups) for one in stages]), np.array([len(one.rows) for one in groups])
+    stage_starts, group_starts = slices.cumsum() - slices, sizes.cumsum() - sizes
+    stage_kind = np.array([one.kind for one in stages])
+    group_kind = np.repeat(stage_kind, slices)
+    kind = np.repeat(group_kind, sizes)
+    latency_s, down_rate, up_rate = (
+        rates[devices] for rates in (profiles.latency_s, profiles.down_bytes_per_s, profiles.up_bytes_per_s)
+    )
+    compute_s, gained_s = table.compute_s[kind, devices], table.gained_s[kind, devices]
+
+    busy_s = np.maximum(table.row_s[kind, devices] * rows, table.down_s[kind, devices] * rows - gained_s)
+    link_s = 2 * table.sums.hidden * table.sums.terms.activation_bytes * (1 / down_rate + 1 / up_rate)
+    chunk_s = table.chunk * (link_s + compute_s) + 2 * latency_s
+    hops_s = np.maximum.reduceat(np.add.reduceat(chunk_s * rows, group_starts), stage_starts) / table.rows
+    open_sequences = np.minimum(table.slots[kind, devices], rows / sequence)
+    at_once = min(float(np.add.reduceat(open_sequences, group_starts).min()), float(table.rows))
+    number_s = np.maximum.reduceat(table.sync_s[devices], group_starts[stage_starts])
+    fill_s, activation_s = float(hops_s.sum()), float(busy_s.max())
+    idle_s = _USABLE * (hops_s.cumsum() - hops_s)
+    sync_s = max(float((number_s * of.trained[stage_kind] - idle_s).max()), 0.0)
+
+    again_bytes = of.again_bytes_per_row[kind]
+    again = float((np.maximum(rows - gained_s * down_rate / again_bytes, 0.0) * again_bytes).sum())
+    down = float(of.down_bytes_per_row[group_kind].sum()) * table.rows + again
+    up = float(of.up_bytes_per_row[group_kind].sum()) * table.rows
+    sync_down = table.times * float(of.sync_down_bytes[group_kind] @ sizes)
+    sync_up = float(of.sync_up_bytes[group_kind] @ sizes)
+    spent_s: dict[ColumnLimit, float] = {
+        "up": float(rows @ (of.up_bytes_per_row[kind] / up_rate)),
+        "down": float(rows @ (of.down_bytes_per_row[kind] / down_rate)),
+        "compute": float(rows @ compute_s),
+    }
     flowing_s = max(down / server.down_bytes_per_s, up / server.up_bytes_per_s) - fill_s
-    journey_s = fill_s + (-(-sequence // table.chunk) - 1) * longest_hop_s
+    journey_s = fill_s + (-(-sequence // table.chunk) - 1) * float(hops_s.max())
     in_turn_s = journey_s * table.rows / sequence / at_once - fill_s
     renewing_s = max(sync_down / server.down_bytes_per_s, sync_up / server.up_bytes_per_s)
     limit: ColumnLimit = max(spent_s, key=lambda name: spent_s[name])
