@@ -74,9 +74,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Train PyTorch models on the idle machines you have. One machine runs `cleave train`; others lend "
         "their processors with `cleave join`.",
         examples=(
-            "cleave train                                   a demo on this machine, two minutes",
-            "cleave train --listen 0.0.0.0:7077 --tls       the same, and other machines may join",
-            "cleave COMMAND --help                          all options of a command",
+            "cleave train                                               a demo on this machine, two minutes",
+            "cleave train --listen 0.0.0.0:7077 --tls --trust own       the same, and your other machines may join",
+            "cleave COMMAND --help                                      all options of a command",
         ),
     )
     parser.add_argument("--version", action="version", version=f"cleave {__version__}")

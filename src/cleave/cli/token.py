@@ -92,7 +92,7 @@ def run_token_add(*, out: str | None, role: Role, trust: Level = TRUST, as_json:
     elif role == "device":
         lines.append("the run is not running; its next start prints a join command, and this token works too")
     else:
-        lines.append("send it as a header to /api/status: Authorization: Bearer TOKEN")
+        lines.append("use it with cleave status ADDRESS --token TOKEN, or as a header: Authorization: Bearer TOKEN")
     lines.append("the token is not shown again: only its hash is kept")
     _print({**_describe(key), "token": token, "join_command": command}, "\n".join(lines), as_json=as_json)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def add_to(add: AddVerb) -> None:
         usage="cleave train [RUN.toml] [OPTION ...]",
         examples=(
             "cleave train",
-            "cleave train --model opt-125m --data my-texts/ --listen 0.0.0.0:7077 --tls",
+            "cleave train --model opt-125m --data my-texts/ --listen 0.0.0.0:7077 --tls --trust own",
             "cleave train run.toml --steps 500 --out my-run",
             "cleave train --resume --out my-run",
         ),
@@ -186,9 +187,11 @@ def run_train(*, run_file: str | None, overrides: Mapping[str, object], resume: 
     _check_writable(directory)
     _check_data(config)
     try:
+        from cleave import run_files
         from cleave.server.service import bind
 
-        bind(config.address).close()  # fails before a model is built, not after
+        with run_files.locked(directory) if directory.is_dir() else nullcontext():  # a run's own server holds its port
+            bind(config.address).close()  # fails before a model is built, not after
         from cleave.cli.training_run import TrainingRun
         from cleave.train import loop
     except ModuleNotFoundError as fault:

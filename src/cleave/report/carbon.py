@@ -128,7 +128,7 @@ def show(chosen: Chosen[Plan]) -> None:
         f"{cloud.gpu} {si(cloud.footprint.energy_j, 'J')}, {grams(cloud.footprint.kgco2e)}" for cloud in bill.clouds
     )
     ratios = [bill.compared_with(cloud) for cloud in bill.clouds]
-    energies, emissions = (" and ".join(f"{ratio[i]:.3g}" for ratio in ratios) for i in (0, 1))
+    energies, emissions = (" and ".join(f"{float(f'{ratio[i]:.3g}'):,g}" for ratio in ratios) for i in (0, 1))
     console.print(
         f"the same work in the cloud: {clouds}; this fleet takes {energies} times the energy and emits {emissions} "
         "times as much"

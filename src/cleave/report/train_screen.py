@@ -119,7 +119,7 @@ class TrainView:
         steps = f"/{started.steps}" if started else ""
         return (
             f"step {step.step}{steps}: loss {step.loss:.4f}, {figures.tokens_per_s:,.0f} tokens/s, "
-            f"{seconds(figures.left_s)} left, {plural(step.devices, 'device')}, "
+            f"{'' if last else f'{seconds(figures.left_s)} left, '}{plural(step.devices, 'device')}, "
             f"{si(figures.mean('down_bytes'), 'B')} down and {si(figures.mean('up_bytes'), 'B')} up a step, "
             f"{figures.recent_waiting_share:.0%} of the time waiting for devices"
         )

@@ -90,7 +90,7 @@ def show(
         console.print(f"{summary.reason} after step {summary.step}; resume with: {again}", soft_wrap=True, markup=False)
     elif not can_be_joined:
         console.print(
-            "to use other machines, start with: cleave train --listen 0.0.0.0:7077 --tls\n"
+            "to use other machines of yours, start with: cleave train --listen 0.0.0.0:7077 --tls --trust own\n"
             "and run the cleave join command that it prints on each of them",
             soft_wrap=True,
         )

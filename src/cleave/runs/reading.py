@@ -121,7 +121,7 @@ def find_run(name: str | None, directory: Path | None = None) -> Path:
     if name is None:
         newest = next(iter(_runs_in(directory)), None)
         if newest is None:
-            raise InputError(f"there is no run in {home}; start one with cleave train, or give another --dir")
+            raise InputError(f"there is no run in {home}; start one with cleave train, or give its directory")
         return newest
     name = str(Path(name))  # without the slash that shells add to directories
     is_name = Path(name).name == name and name not in {".", ".."}

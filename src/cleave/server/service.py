@@ -42,7 +42,7 @@ from cleave.transport.websocket import Accepting
 _ADVISED_S = 30.0
 _STOP_S = 5.0
 _PATIENCE_S = 2.0  # for goodbyes to devices, and for responses in flight
-_ADMIN_ONLY = "expected an admin token (Authorization: Bearer ...), got none or another; see cleave token --help"
+_ADMIN_ONLY = "expected an admin token (Authorization: Bearer ...); cleave token add --role admin prints one"
 _BUSY = "too many tokens are being checked; try again later"
 
 Answer = Callable[[Request], Awaitable[Response]]

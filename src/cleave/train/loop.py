@@ -99,7 +99,8 @@ def run(
     found = saving.find(run_directory, resume=resume)
     if found is not None and found.step >= config.steps and (run_directory / "model").is_dir():
         raise InputError(
-            f"the run in {run_directory} is finished: {found.step} of {config.steps} steps; add --steps N to train on"
+            f"the run in {run_directory} is finished: {found.step} of {config.steps} steps; "
+            "give a larger --steps to continue"
         )
     if found is not None and config.scale_test:
         raise InputError(f"{run_directory} holds a trained model, which a scale test would ruin; give another --out")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import http.client
+import os
 import ssl
 from urllib.parse import urlsplit
 
@@ -40,7 +41,9 @@ def get(address: Address, path: str) -> bytes:
     except ssl.SSLError as fault:
         raise ConnectionLost(f"TLS with {shown} failed: {fault.reason or fault}") from None
     except (OSError, http.client.HTTPException) as fault:
-        raise ConnectionLost(f"cannot reach {shown}: {printable(str(fault))}") from None
+        number = getattr(fault, "errno", None) or 0
+        why = os.strerror(number) if number > 0 else printable(str(fault))
+        raise ConnectionLost(f"cannot reach {shown}: {why}; start the server, or check the address") from None
     finally:
         connection.close()
     if answer.status in _REFUSED:
