@@ -34,7 +34,7 @@ class Parser(argparse.ArgumentParser):
         wrapped = None
         if description is not None:
             wrapped = textwrap.fill(description, min(shutil.get_terminal_size().columns - 2, _MOST_COLUMNS))
-        super().__init__(description=wrapped, epilog=epilog, formatter_class=_Help, **options)
+        super().__init__(description=wrapped, epilog=epilog, formatter_class=_Help, allow_abbrev=False, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Reject an unknown argument in the name of the verb it was given to, with the nearest option."""

@@ -78,7 +78,7 @@ def show(sheet: Sheet) -> None:
     world += [f"drifting by {sheet.drift:.0%} an hour"] if sheet.drift else []
     world += [f"{sheet.stalls_per_hour:g} stalls an hour"] if sheet.stalls_per_hour else []
     batches = "one batch" if sheet.batches == 1 else f"mean of {sheet.batches:,} batches"
-    console.print(f"{batches}; {', '.join(world)}")
+    console.print(f"{batches}; {', '.join(world)}; no leases: all trained weights travel in every batch")
     found = table("arrangement", "s per batch", "devices", "down", "up", "memory", "recovery")
     for row in sheet.rows:
         if row.fits and row.batch_s is not None:
