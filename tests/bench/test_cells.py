@@ -110,6 +110,17 @@ def test_a_model_that_does_not_fit_fails_its_cell_with_the_reason(tmp_path: Path
     assert bench_children() == []
 
 
+def test_a_model_that_plain_torch_cannot_train_does_not_stop_the_other_cells(tmp_path: Path) -> None:
+    scenario, out = write(tmp_path, model="opt-30b"), tmp_path / "out"
+    text = Path(scenario).read_text().replace("steps = 3\nwarmup = 1", "steps = 1\nwarmup = 0")
+    Path(scenario).write_text(f'{text}[models.small]\nname = "tiny-llama"\n')
+    assert main(["bench", scenario, "--out", str(out)]) == 2
+    large, small = json.loads((out / "x.json").read_bytes())["cells"]
+    assert "opt-30b" in large["runs"][0]["failed"]
+    assert small["runs"][0]["failed"] is None
+    assert len(small["runs"][0]["steps"]) == 1
+
+
 def test_devices_that_cannot_start_fail_a_cell_with_their_last_words(tmp_path: Path) -> None:
     cell = only_cell(write(tmp_path, fleet='memory = "1KB"'))
     run = run_cell(cell, 200.0, lambda step: None)

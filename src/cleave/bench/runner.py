@@ -60,11 +60,14 @@ def run_cells(
     watch: Watch,
     done: Callable[[Results, Measured], None],
 ) -> Results:
-    """Run the pending cells; `done` gets the results so far after each. Raises CleaveError if plain torch fails."""
+    """Run the pending cells; `done` gets the results so far after each. A cell that plain torch cannot do has failed."""
     for cell in plan.pending:
-        if cell.fleet.compute == "real" and results.reference(cell) is None:
-            results = replace(results, references=(*results.references, _reference(cell, limit_s)))
         runs: list[Run] = []
+        if cell.fleet.compute == "real" and results.reference(cell) is None:
+            try:
+                results = replace(results, references=(*results.references, _reference(cell, limit_s)))
+            except CleaveError as fault:  # its losses could not be compared; the other cells go on
+                runs.append(Run(started=_now(), steps=(), failed=str(fault)))
         while len(runs) < cell.repeats and not any(run.failed for run in runs):
             number = len(runs) + 1
             runs.append(run_cell(cell, limit_s, lambda step, cell=cell, number=number: watch(cell, number, step)))
@@ -92,7 +95,7 @@ def run_cell(cell: Cell, limit_s: float, watch: Callable[[Step], None]) -> Run:
     """Run a cell once: a server process, its devices, and the training between them."""
     until_s = time.monotonic() + limit_s
     heard = _Heard(watch)
-    started = datetime.now(UTC).isoformat(timespec="seconds")
+    started = _now()
     processes: list[Process] = []
     devices: list[Process] = []
     reason: str | None = None
@@ -140,6 +143,10 @@ def run_cell(cell: Cell, limit_s: float, watch: Callable[[Step], None]) -> Run:
         emulation=emulation,
         failed=reason,
     )
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 class _Heard:
