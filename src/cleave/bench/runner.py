@@ -60,7 +60,7 @@ def run_cells(
     watch: Watch,
     done: Callable[[Results, Measured], None],
 ) -> Results:
-    """Run the pending cells; `done` gets the results so far after each. A cell that plain torch cannot do has failed."""
+    """Run the pending cells; `done` gets the results so far after each. One that plain torch cannot do has failed."""
     for cell in plan.pending:
         runs: list[Run] = []
         if cell.fleet.compute == "real" and results.reference(cell) is None:

@@ -359,7 +359,7 @@ class Planning:
 
     @property
     def _is_portable(self) -> bool:
-        """Whether another process can plan; an arrangement that is not the usual one, as in tests, may not get there."""
+        """Whether another process can plan; an unusual arrangement, as in tests, may not get there."""
         return self._arrange is plan_columns
 
     # -------------------------------------------------------------------------------------------- arrangements

@@ -12,6 +12,7 @@ The methods, from exact to fast; the outcome says which was used:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -49,6 +50,8 @@ class Run:
     batches: int = 1
     has_churn: bool = False
     method: MethodChoice = "auto"
+    watch: Callable[[Course], None] = lambda course: None
+    """Hears of the batches, once they are done."""
 
 
 def simulate_cleave(setting: Setting, run: Run | None = None) -> Outcome:
@@ -81,6 +84,7 @@ def _by_engine(setting: Setting, run: Run) -> Outcome:
         )
     course = EngineCourse(setting, run.world)
     done = course.run(run.batches)
+    run.watch(done)
     plan = course.plan
     assert plan is not None
     return Outcome(
@@ -93,7 +97,12 @@ def _by_engine(setting: Setting, run: Run) -> Outcome:
         memory_bytes=max(device.peak_bytes for device in course.devices),
         devices_used=len(plan.devices),
         recovery_s=None if run.has_churn or len(plan.devices) < 2 else _recovery_by_engine(setting, run.world, plan),
-        detail={"planned_s": plan.step_s, **_counts(done)},
+        detail={
+            "planned_s": plan.step_s,
+            "server_down_bytes": sum(device.down_bytes for device in course.devices) / run.batches,
+            "server_up_bytes": sum(device.up_bytes for device in course.devices) / run.batches,
+            **_counts(done),
+        },
     )
 
 
@@ -129,6 +138,7 @@ def _by_law(setting: Setting, run: Run) -> Outcome:
     else:
         later_s = columns.measured().step_s if truth is not setting.profiles else first_s
         done = Course(method="columns", batch_s=(first_s, *(min(first_s, later_s),) * (run.batches - 1)))
+    run.watch(done)
     held_s = takeover_s[~np.isnan(takeover_s)]
     usual_recovery_s = float(np.where(np.isfinite(held_s), held_s, first_s / 2).mean())  # alone: half a batch is lost
     return Outcome(
@@ -174,6 +184,7 @@ def _by_gemms(setting: Setting, run: Run, plan: StepPlan) -> Outcome:
         done = GemmCourse(setting, run.world, plan).run(run.batches)
     else:
         done = Course(method="gemms", batch_s=(step_s(plan, truth),) * run.batches)
+    run.watch(done)
     loads = gemm_loads(plan, truth)
     return Outcome(
         system=SYSTEM,
@@ -185,7 +196,12 @@ def _by_gemms(setting: Setting, run: Run, plan: StepPlan) -> Outcome:
         memory_bytes=float(loads.memory_bytes.max()),
         devices_used=int((loads.down_bytes > 0).sum()),
         recovery_s=float(np.mean(done.recovery_s)) if done.recovery_s else usual_recovery_s(plan, truth),
-        detail={"planned_s": plan.step_s, **_counts(done)},
+        detail={
+            "planned_s": plan.step_s,
+            "server_down_bytes": float(loads.down_bytes.sum()),
+            "server_up_bytes": float(loads.up_bytes.sum()),
+            **_counts(done),
+        },
     )
 
 

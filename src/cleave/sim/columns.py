@@ -63,10 +63,15 @@ class ColumnsCourse:
         self._now = self._waited_s = 0.0
 
     def run(self, batches: int) -> Course:
-        took = [self._batch(is_first=number == 0) for number in range(batches)]
+        took, ended = list[float](), list[float]()
+        for number in range(batches):
+            took.append(self._batch(is_first=number == 0))
+            ended.append(self._now)
         return Course(
             method="columns",
             batch_s=tuple(took),
+            ended_s=tuple(ended),
+            changes=tuple(self._attendance.history),
             recovery_s=tuple(self._recovery_s),
             departures=self._departures,
             joins=self._joins,

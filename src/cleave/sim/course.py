@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import inf
 from typing import Literal
 
@@ -14,11 +15,24 @@ from cleave.sim.churn import Stay
 Method = Literal["engine", "timeline", "columns", "gemms"]
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Change:
+    """A device that joins or leaves."""
+
+    at: float
+    device: int
+    joins: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Course:
     method: Method
     batch_s: tuple[float, ...]
     """Seconds of each batch, in order."""
+    ended_s: tuple[float, ...] = ()
+    """When each batch ended; empty if each began with the end of the one before it."""
+    changes: tuple[Change, ...] | None = None
+    """Who came and went, in order; None if all devices were there throughout."""
     recovery_s: tuple[float, ...] = ()
     """What departures added to their batches, each."""
     departures: int = 0
@@ -31,14 +45,10 @@ class Course:
     def mean_s(self) -> float:
         return sum(self.batch_s) / len(self.batch_s)
 
-
-@dataclass(frozen=True, slots=True, order=True)
-class Change:
-    """A device that joins or leaves."""
-
-    at: float
-    device: int
-    joins: bool
+    @property
+    def ends(self) -> tuple[float, ...]:
+        """When each batch ended."""
+        return self.ended_s or tuple(accumulate(self.batch_s))
 
 
 class Attendance:
@@ -48,6 +58,8 @@ class Attendance:
         self._lives = [lives[name] for name in names]
         self._changes: list[Change] = []
         self.present = [False] * len(names)
+        self.history: list[Change] = []
+        """All changes so far."""
         for device in range(len(names)):
             self._schedule(device)
         for _ in self.until(0.0):
@@ -58,6 +70,7 @@ class Attendance:
         while self._changes and self._changes[0].at <= now:
             change = heapq.heappop(self._changes)
             self.present[change.device] = change.joins
+            self.history.append(change)
             if not change.joins:
                 self._schedule(change.device)
             yield change

@@ -63,10 +63,15 @@ class EngineCourse:
             self._stall(number, world.stalls(name))
 
     def run(self, batches: int) -> Course:
-        took = [self.batch() for _ in range(batches)]
+        took, ended = list[float](), list[float]()
+        for _ in range(batches):
+            took.append(self.batch())
+            ended.append(self._fleet.driver.now)
         return Course(
             method="engine",
             batch_s=tuple(took),
+            ended_s=tuple(ended),
+            changes=tuple(self._attendance.history),
             departures=self._departures,
             joins=self._joins,
             replans=self._replans,

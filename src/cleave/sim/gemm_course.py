@@ -82,10 +82,15 @@ class GemmCourse:
         self._now = self._waited_s = 0.0
 
     def run(self, batches: int) -> Course:
-        took = [self._batch() for _ in range(batches)]
+        took, ended = list[float](), list[float]()
+        for _ in range(batches):
+            took.append(self._batch())
+            ended.append(self._now)
         return Course(
             method="gemms",
             batch_s=tuple(took),
+            ended_s=tuple(ended),
+            changes=tuple(self._attendance.history),
             recovery_s=tuple(self._recovery_s),
             departures=self._departures,
             joins=self._joins,

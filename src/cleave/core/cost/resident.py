@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,11 @@ TARGET_BYTES = 4
 """The head's target, per row."""
 LOGSUMEXP_BYTES = 8
 """Forward result of the head per row (logsumexp, target logit, fp32), which it gets back once slices are summed."""
+STACK_BYTES = 64 << 10
+"""Encoded gradients that one task reads together: a task costs devices and server more than a few kilobytes do. Larger
+stacks would leave less that a departed device's gradients can still be added to."""
+_MATRICES, _WIDTHS = 4, 2
+"""Trained matrices of a usual sublayer, and different widths among its small ones: only equal widths are stacked."""
 
 
 class Products(NamedTuple):
@@ -66,6 +72,11 @@ def backward_flops(of: Products, keeps: Keeping = "nothing") -> Real:
         case "all":
             again = of.logits + 5 * of.scores
     return 2 * (of.weights + of.gradients + again)
+
+
+def readings(sublayers: int, gradient_bytes: float) -> int:
+    """Tasks that read the gradients of some sublayers: one for each matrix, or stack of small ones."""
+    return min(_MATRICES * sublayers, max(_WIDTHS, ceil(gradient_bytes / STACK_BYTES)))
 
 
 def kept_numbers(keeps: Keeping, *, hidden: int, sublayers: Real, inside: Real) -> Real:

@@ -15,6 +15,7 @@ import msgspec
 
 from cleave.core.cost.demand import tables_bytes
 from cleave.core.cost.rates import thin_effort
+from cleave.core.cost.resident import STACK_BYTES
 from cleave.core.cost.streams import stream_format
 from cleave.core.cost.wire import DEVICE_BYTES, WireFormat, encoded_bytes
 from cleave.core.model.decoder import Decoder, Head, Part, View
@@ -38,9 +39,6 @@ from cleave.server.resident.pass_lease import PassLease
 from cleave.server.resident.readings import Accumulator, Reading, Stack
 
 _LEAST_SPEED = 1e-9
-_STACK_BYTES = 64 << 10
-"""Encoded gradients that one task reads together: a task costs devices and server more than a few kilobytes do. Larger
-stacks would leave less that a departed device's gradients can still be added to."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -275,12 +273,12 @@ class ResidentTasks:
             )
 
     def _stacks(self, views: dict[int, View]) -> Iterator[tuple[int, ...]]:
-        """Group views of equal width into stacks of at most _STACK_BYTES, or of one view."""
+        """Group views of equal width into stacks of at most STACK_BYTES, or of one view."""
         stacks: dict[int, list[int]] = {}
         sizes: dict[int, int] = {}
         for index, view in views.items():
             size = encoded_bytes(self._gradient_format, view.height, view.width)
-            if view.width in stacks and sizes[view.width] + size > _STACK_BYTES:
+            if view.width in stacks and sizes[view.width] + size > STACK_BYTES:
                 yield tuple(stacks.pop(view.width))
             sizes[view.width] = size + (sizes[view.width] if view.width in stacks else 0)
             stacks.setdefault(view.width, []).append(index)

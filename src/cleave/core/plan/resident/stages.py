@@ -21,6 +21,7 @@ from cleave.core.cost.resident import (
     TARGET_BYTES,
     ShardCosts,
     compute_s_per_row,
+    readings,
     shard_costs,
     task_s_per_row,
 )
@@ -33,8 +34,6 @@ from cleave.core.plan.resident.timeline import PLAYED_SEQUENCES, Post, Seating, 
 from cleave.core.plan.resident.timeline import Shared as SharedByAll
 
 ColumnLimit = Literal["down", "compute", "up", "latency", "server", "medium", "memory"]
-
-_READINGS = 4  # trained parameters of a sublayer, each of which is read by a task of its own
 
 
 class Holding(NamedTuple):
@@ -426,8 +425,8 @@ def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk:
                 again_down=chunk * row_bytes,
                 backward_up=chunk * (up_per_row - forward_up),
                 weights_down=float(shared.pace.down[number, holders].max()),
-                gradients_up=float(shared.pace.up[number, holders].max()),
-                readings=_READINGS * draft.count,
+                gradients_up=(gradients_up := float(shared.pace.up[number, holders].max())),
+                readings=readings(draft.count, gradients_up),
                 is_leased=bool(leases.every[number].any()),
                 snapshot_up=float(leases.snapshot_up[number].sum()) * played / problem.sequences,
             )
