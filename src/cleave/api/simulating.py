@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.shapes import ModelShape
 from cleave.errors import InputError
 from cleave.sim.cleave import SYSTEM, MethodChoice, Run, simulate_cleave
+from cleave.sim.course import Course
 from cleave.sim.setting import Outcome, Setting
 from cleave.sim.systems import baselines, checked_systems
 from cleave.sim.world import Noise, World
@@ -48,13 +49,15 @@ def simulate(
     noise: Noise | None = None,
     seed: int = 0,
     method: MethodChoice = "auto",
+    watch: Callable[[Course], None] = lambda course: None,
 ) -> Simulated:
     """Simulate batches of a model on a fleet: profiles, or the path of a fleet CSV.
 
     `churn` is a number of departures per device and hour (each is followed by an absence of mean `away_s`), `daily`
     (idle and charging, mostly at night), `fta:` and a trace of the Failure Trace Archive such as `fta:microsoft99`, or
     the path of a trace. `noise` says how far true rates are from the believed ones. Batches, churn and noise concern
-    Cleave; other systems are judged on one undisturbed batch. The same seed gives the same digits.
+    Cleave; other systems are judged on one undisturbed batch. The same seed gives the same digits. `watch` hears what
+    happened in Cleave's batches.
     """
     check_type(fleet, Profiles | str | Path, "a fleet as Profiles or the path of a fleet CSV")
     format = checked_wire(wire)
@@ -85,7 +88,7 @@ def simulate(
     for name in names:
         if name == SYSTEM:
             world = World(profiles, seed=seed, noise=noise, stays=stays)
-            run = Run(world=world, batches=batches, has_churn=churn is not None, method=method)
+            run = Run(world=world, batches=batches, has_churn=churn is not None, method=method, watch=watch)
             outcomes[name] = simulate_cleave(setting, run)
         else:
             outcomes[name] = baselines()[name](setting)

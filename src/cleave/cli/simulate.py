@@ -21,10 +21,11 @@ from cleave.sim.study.names import FIGURES
 if TYPE_CHECKING:
     from cleave.api.simulating import Simulated
     from cleave.report.simulation import Sheet
+    from cleave.sim.course import Course
 
 _GBIT_BYTES = 1e9 / 8
 _OF_ONE_SETTING = (
-    "batches", "server_down", "server_up", "churn", "away", "noise", "drift", "stalls", "method",
+    "batches", "server_down", "server_up", "churn", "away", "noise", "drift", "stalls", "method", "events",
 )  # fmt: skip
 
 
@@ -123,6 +124,11 @@ def add_to(add_verb: AddVerb) -> None:
         metavar="NAMES",
         help=f"with --report: figures to make, separated by commas, of {', '.join(FIGURES)} (default: all)",
     )
+    output.add_argument(
+        "--events",
+        metavar="FILE",
+        help="write what happened in Cleave's batches to a new event log, which cleave view shows (default: none)",
+    )
     output.add_argument("--json", action="store_true", help="print the outcomes as JSON")
     verb.set_defaults(run=_run_simulate)
 
@@ -149,11 +155,16 @@ def _run_simulate(options: argparse.Namespace) -> None:
         if getattr(options, name) is None:
             raise InputError(f"a simulation needs --{name} unless --report is given; add it")
     from cleave.api.churning import AWAY_S
+    from cleave.api.simulated_run import write_log
     from cleave.api.simulating import simulate
     from cleave.core.cost.rates import Server
     from cleave.report import simulation
     from cleave.sim.world import Noise
 
+    systems = [CLEAVE] if options.systems is None else _names(options.systems)
+    if options.events is not None and not {CLEAVE, ALL} & set(systems):
+        raise InputError(f"--events tells of {CLEAVE}'s batches, but --systems names only others; add {CLEAVE}")
+    log, courses = None if options.events is None else _new_log(Path(options.events)), list["Course"]()
     simulated = simulate(
         options.fleet,
         model=options.model,
@@ -164,19 +175,36 @@ def _run_simulate(options: argparse.Namespace) -> None:
             down_bytes_per_s=math.inf if options.server_down is None else options.server_down * _GBIT_BYTES,
             up_bytes_per_s=math.inf if options.server_up is None else options.server_up * _GBIT_BYTES,
         ),
-        systems=[CLEAVE] if options.systems is None else _names(options.systems),
+        systems=systems,
         batches=options.batches or 1,
         churn=options.churn,
         away_s=options.away or AWAY_S,
         noise=Noise(spread=options.noise or 0.0, drift=options.drift or 0.0, stalls_per_hour=options.stalls or 0.0),
         seed=options.seed or 0,
         method=options.method or "auto",
+        watch=courses.append,
     )
+    if log is not None:
+        if courses:
+            write_log(log, simulated, courses[0])
+        else:  # it cannot run on this fleet, as the outcome says
+            log.unlink()
     sheet = _sheet(simulated)
     if options.json:
         sys.stdout.write(json.dumps(simulation.as_json(sheet)) + "\n")
     else:
         simulation.show(sheet)
+
+
+def _new_log(path: Path) -> Path:
+    """Make the file before anything is simulated; InputError if that cannot be done, or if it exists."""
+    try:
+        path.touch(exist_ok=False)
+    except FileExistsError:
+        raise InputError(f"--events {path} exists already; choose another file") from None
+    except OSError as fault:
+        raise InputError(f"cannot write to --events {path}: {fault.strerror}; choose another file") from None
+    return path
 
 
 def _names(text: str) -> list[str]:
