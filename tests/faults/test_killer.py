@@ -1,7 +1,8 @@
 """Constantly killing devices changes nothing: the losses are those of plain torch, step by step.
 
 Real processes over real sockets. Lifetimes are exponential, drawn with a seed, and counted in moments of the training
-loop (each layer forward, each layer backward), not in seconds, so kills fall mid-step on any machine.
+loop (each layer forward, each layer backward), not in seconds. A victim first stops answering and is killed a little later,
+so that it dies in the middle of a product on any machine.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ LIFE_STEPS = 8.0
 VOCABULARY, WIDTH, LAYERS, TOKENS = 64, 64, 3, 256
 MOMENTS = 2 * (LAYERS + 1)
 NEAR = 1e-3
+LAST_BREATH_S = 0.1
+"""How long a victim has stopped answering when it is killed: long enough to be sent a task."""
 
 
 class Residual(nn.Module):
@@ -82,7 +85,8 @@ class Killer:
         for pid in [*self._left]:
             self._left[pid] -= 1
             if self._left[pid] == 0:
-                os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGSTOP)
+                threading.Timer(LAST_BREATH_S, os.kill, (pid, signal.SIGKILL)).start()
                 del self._left[pid]
                 self.kills += 1
                 self.start(1)

@@ -312,7 +312,7 @@ def test_one_device_that_stays_is_enough_however_the_others_come_and_go(seed: in
 @pytest.fixture
 def one_gradient_per_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read every gradient by a task of its own, as those of larger models are: more moments to leave at."""
-    monkeypatch.setattr(tasks, "_STACK_BYTES", 0)
+    monkeypatch.setattr(tasks, "STACK_BYTES", 0)
 
 
 @pytest.mark.usefixtures("one_gradient_per_task")
