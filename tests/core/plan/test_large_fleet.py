@@ -252,8 +252,8 @@ def test_a_shared_medium_bounds_columns_by_all_their_bytes() -> None:
     fleet = fleets.usual(12, 3)
     shared = replace(fleet, medium=("wifi",) * 12, medium_bytes_per_s=np.full(12, 1e6))
     free, bound = (choose_step(one, SHAPE, 16 * S, sequence=S, resident_only=True) for one in (fleet, shared))
-    assert isinstance(free.plan, ModelPlan)
-    assert bound.step_s == pytest.approx((free.plan.down_bytes + free.plan.up_bytes) / 1e6)
+    assert isinstance(bound.plan, ModelPlan)
+    assert bound.step_s == pytest.approx((bound.plan.down_bytes + bound.plan.up_bytes) / 1e6)
     assert bound.step_s > free.step_s
 
 

@@ -8,7 +8,15 @@ import pytest
 from tests.support.virtual_fleet import decoder
 
 from cleave.core.cost.rates import Pace
-from cleave.core.plan.resident.timeline import Post, Seating, Shared, Station, play
+from cleave.core.plan.resident.timeline import (
+    Post,
+    Seating,
+    Shared,
+    Station,
+    play,
+    row_priority,
+    sequences_ahead,
+)
 from cleave.sim.devices import Device
 from cleave.sim.fleet import Fleet, batch_of
 
@@ -109,3 +117,15 @@ def test_sequences_beyond_those_played_take_what_one_takes_in_a_full_pipeline() 
     few = play(posts, stations, sequences=32, chunks=1, shared=Shared(), sequence_s=0.4)
     many = play(posts, stations, sequences=100, chunks=1, shared=Shared(), sequence_s=0.4)
     assert many == pytest.approx(few + 68 * 0.4)
+
+
+def test_forward_goes_before_backward_of_sequences_that_are_far_enough_behind() -> None:
+    forward = row_priority(5, 3, is_backward=False)
+    assert row_priority(2, 3, is_backward=True) < forward < row_priority(3, 3, is_backward=True)
+    assert row_priority(99, 0, is_backward=True) > row_priority(98, 0, is_backward=True)
+
+
+def test_a_lead_of_nothing_lets_backward_of_any_sequence_go_before_forward_of_later_ones() -> None:
+    assert sequences_ahead([2, 1, 3], 0) == [0, 0, 0]
+    assert sequences_ahead([2, 1, 3], 2) == [12, 8, 6]
+    assert all(row_priority(n, 0, is_backward=True) < row_priority(n, 0, is_backward=False) for n in range(9))

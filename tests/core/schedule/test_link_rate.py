@@ -34,6 +34,14 @@ def test_a_process_that_stops_for_a_moment_does_not_make_its_link_look_slow() ->
     assert rate.value == pytest.approx(RATE, rel=0.02)
 
 
+def test_a_process_that_stops_thrice_while_little_is_sent_does_not_make_its_link_look_slow() -> None:
+    rate = LinkRate(RATE)
+    work(rate, RATE, steps=8)
+    for _ in range(3):
+        rate.add(50e3, 50e3 / RATE + 0.3)
+    assert rate.value == pytest.approx(RATE, rel=0.05)
+
+
 def test_one_measurement_of_a_whole_step_with_a_stall_in_it_is_outvoted() -> None:
     rate = LinkRate(0.74 * RATE)
     for _ in range(4):

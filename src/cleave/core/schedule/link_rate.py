@@ -3,7 +3,8 @@
 Bytes also wait while a process at either end is stopped, for 100 ms and more on a busy machine, and the link looks slow
 for that long. A mean keeps such a stall for many steps: one made five downlinks read 12-20% low for the rest of a run.
 So the slowest and the fastest quarter of recent measurements do not count. Each weighs as many seconds as its bytes
-usually take; a slow one after another, as many as it took, as then the link itself has slowed down.
+usually take; a slow one after another, as many as it took, as then the link itself has slowed down. A few small ones in
+a row that took very much longer were rather stopped: they count several times, but do not decide alone.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ _LEAST_S = 4e-3
 """Measurements of less are added up first."""
 _SLOW = 1.5
 """Seconds over usual ones of a slow measurement."""
+_MOST_TIMES = 8
+"""How many times its usual seconds a slow measurement counts at most."""
 _MAX_BYTES_PER_S, _MIN_BYTES_PER_S = 20e9, 1e3
 """So that a message that arrives instantly takes some time, and no plan divides by zero, whatever a device reports."""
 _MAX_DROP = 4.0
@@ -51,7 +54,7 @@ class LinkRate:
             return
         measured = min(max(self._size_bytes / self._seconds, _MIN_BYTES_PER_S), _MAX_BYTES_PER_S)
         was_slow, self._is_slow = self._is_slow, self._seconds > _SLOW * usual_s
-        counted_s = self._seconds if was_slow and self._is_slow else usual_s
+        counted_s = min(self._seconds, _MOST_TIMES * usual_s) if was_slow and self._is_slow else usual_s
         weight_s = min(max(counted_s, _LEAST_S), _MOST_S)
         self._size_bytes = self._seconds = 0.0
         self._recent.append((max(measured, self.value / _MAX_DROP), weight_s))

@@ -18,7 +18,7 @@ from typing import ClassVar, cast
 import numpy as np
 
 from cleave.core.cost.wire import DEVICE_BYTES, WireFormat, encoded_bytes
-from cleave.core.plan.resident.timeline import AHEAD, BACKWARD
+from cleave.core.plan.resident.timeline import AHEAD, FIRST
 from cleave.core.schedule.rectangles import Rectangle
 from cleave.core.schedule.tasks import (
     Accept,
@@ -171,7 +171,7 @@ class ErrandRun:
             yield TasksSubmitted(tuple(tasks))
 
     def _task(self, number: int, errand: Errand) -> Task:
-        id, priority = TaskId(next(self._ids)), BACKWARD if errand.is_urgent else AHEAD
+        id, priority = TaskId(next(self._ids)), FIRST if errand.is_urgent else AHEAD
         message = messages.RunTask(task=id, priority=priority, format=_FORMAT, program=errand.program)
         return Task(
             id=id,

@@ -22,7 +22,7 @@ from cleave.core.model.decoder import Decoder, Head, Part, View
 from cleave.core.model.keeping import KEEPINGS, Keeping
 from cleave.core.model.shard import Shard
 from cleave.core.plan.resident.stages import Holding, ResidentPlan
-from cleave.core.plan.resident.timeline import AHEAD, BACKWARD, FORWARD, READING
+from cleave.core.plan.resident.timeline import AHEAD, FIRST, READING, row_priority, sequences_ahead
 from cleave.core.schedule.accounts import Account, Seat
 from cleave.core.schedule.desks import Desk
 from cleave.core.schedule.pipeline import Course, Pipeline, Unit
@@ -122,6 +122,7 @@ class ResidentTasks:
         self._gradient_format: WireFormat = gradient_format
         self._operands, self._ids, self._tables_bytes = operands, ids, tables_bytes(batch)
         self._stage = {shard: number for number, stage in enumerate(plan.stages) for shard in stage.shards}
+        self._ahead = sequences_ahead([stage.holders for stage in plan.stages], plan.lead)
         self.held: dict[Shard, HeldShard] = {
             shard: hold(decoder, shard, batch, operands, lease, is_trained=course != "forward") for shard in self._stage
         }
@@ -218,7 +219,8 @@ class ResidentTasks:
         elif unit.direction == "forward" and held.head is not None:
             cols, format = 2, "fp32"
         id = TaskId(next(self._ids))
-        priority = BACKWARD if unit.direction == "backward" else FORWARD
+        ahead = self._ahead[self._stage[seat.shard]]
+        priority = row_priority(seat.sequence, ahead, is_backward=unit.direction == "backward")
         message = messages.RunTask(task=id, priority=priority, format=format, program=self._program(unit))
         return Task(
             id=id,
@@ -303,7 +305,7 @@ class ResidentTasks:
         begun: set[DeviceId] = set()
         for shard, held in self.held.items():
             for desk in pipeline.desks.at(shard):
-                priority = AHEAD if desk.device in begun else FORWARD
+                priority = AHEAD if desk.device in begun else FIRST
                 begun.add(desk.device)
                 served = sum(
                     self.need_bytes(other, one.slots, one.keeps) for other, one in pipeline.desks.of(desk.device)

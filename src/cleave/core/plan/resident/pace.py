@@ -61,14 +61,23 @@ class Leases(NamedTuple):
     """bytes of snapshots in a step, on average"""
 
 
-def paces(problem: Problem, of: ShardCosts, members: Bools, chunk: int, may_lease: Bools | None = None) -> Paces:
+def paces(
+    problem: Problem,
+    of: ShardCosts,
+    members: Bools,
+    chunk: int,
+    *,
+    may_lease: Bools | None = None,
+    memory_bytes: Floats | None = None,
+) -> Paces:
     """Pace of each device in each column; `members` has a row per column and an entry per device.
 
-    A column with a single holder is leased where that is allowed and fits, unless `may_lease` says otherwise.
+    A column with a single holder is leased where that is allowed and fits, unless `may_lease` says otherwise. Each
+    device offers a column all of its memory, or as much of it as `memory_bytes` says.
     """
     profiles, terms = problem.profiles, problem.sums.terms
     down, up = profiles.down_bytes_per_s, profiles.up_bytes_per_s
-    free = profiles.memory_bytes - of.memory_bytes[:, None]
+    free = (profiles.memory_bytes if memory_bytes is None else memory_bytes) - of.memory_bytes[:, None]
     able = members & (free >= 0)
     mates = np.maximum(able.sum(axis=1), 1)
     lent, lease_memory = _lent(problem, of, able, free, may_lease)

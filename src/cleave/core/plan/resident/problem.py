@@ -54,6 +54,8 @@ class Problem:
     """None: weights and gradients are synchronized in every step"""
     kept_sequences: int = MANY_OPEN
     """sequences that a device must have room for to keep their activations for backward; 0: it keeps none"""
+    lead: int = 0
+    """how far forward may be ahead of backward (`timeline.sequences_ahead`)"""
 
     @property
     def rows(self) -> int:

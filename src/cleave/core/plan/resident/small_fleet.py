@@ -10,7 +10,7 @@ what must be moved for it included (`moves`). Knows neither shapes nor sockets.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from math import inf
 
@@ -41,6 +41,12 @@ _MANY = 24  # beyond this many devices the dynamic program would take seconds
 _KEPT_SEQUENCES = (4, 2, 0)  # where memory is short: activations of few sequences at once, or of none
 _USUAL_CHUNKS = 64, 256  # what suits a device depends on them
 _LIKELY_CHUNKS = 3
+_LEADS = (0, 1, 2)  # orders of rows
+
+_Way = tuple[Sequence[Draft], int]
+"""Stages, and the order of their rows."""
+_Tried = tuple[tuple[Draft, ...], int]
+_Neighbors = Callable[[Sequence[Draft], int], Iterator[_Way]]
 
 
 def plan_columns(
@@ -48,7 +54,8 @@ def plan_columns(
 ) -> ResidentPlan:
     """The fastest arrangement found; or `previous`, if it still fits and the new one saves too little.
 
-    Each device is in at most one column, and in none if it would only slow the step down.
+    Each device is in one column, in two of a pipeline that is dealt out twice, or in none if it would only slow the
+    step down.
     """
     if min(chunks) < 1:
         raise InputError(f"expected chunks of 1 token or more, got {tuple(chunks)}; change them")
@@ -84,6 +91,7 @@ def rehouse(problem: Problem, plan: ResidentPlan, shards: Collection[Shard]) -> 
     A device that holds another shard may keep both, if that is faster than one that holds nothing. What has lost all
     its devices is placed anew as well.
     """
+    problem = replace(problem, lead=plan.lead)
     names, chunk = problem.profiles.names, min(plan.chunk, problem.sums.sequence)
     places = {name: number for number, name in enumerate(names)}
     columns = [column for stage in plan.stages for column in stage.columns]
@@ -143,7 +151,7 @@ def _played_again(problem: Problem, plan: ResidentPlan, stages: Sequence[Draft])
     found = [
         played
         for kept in {plan.kept_sequences, problem.kept_sequences}
-        if (played := _played(replace(problem, kept_sequences=kept), stages, chunk)) is not None
+        if (played := _played(replace(problem, kept_sequences=kept, lead=plan.lead), stages, chunk)) is not None
     ]
     return min(found, key=_step_s, default=None)
 
@@ -190,7 +198,7 @@ def _searched(problem: Problem, chunks: Sequence[int], within_s: float, *, is_th
     if len(problem.profiles) > _MANY:
         return _best_of_many(problem, chunks, within_s)
     found = _best_of_few(problem, chunks, within_s, is_thorough=is_thorough)
-    tried: set[tuple[Draft, ...]] = set()
+    tried: set[_Tried] = set()
     return sorted((_refined(problem, plan, tried) for plan in found), key=_step_s) if is_thorough else found
 
 
@@ -263,22 +271,37 @@ def _free(problem: Problem, plan: ResidentPlan) -> list[Draft]:
     return drafts(plan.stages, problem.profiles.names) or []
 
 
-def _refined(problem: Problem, plan: ResidentPlan, tried: set[tuple[Draft, ...]]) -> ResidentPlan:
-    """Move cuts and stages while that makes the timeline shorter; `tried` was played before, and was no faster."""
+def _refined(problem: Problem, plan: ResidentPlan, tried: set[_Tried]) -> ResidentPlan:
+    """Move cuts and stages while that makes the timeline shorter; then also reorder rows, and deal stages out twice.
+
+    `tried` was played before, and was no faster.
+    """
+    best = _climbed(problem, plan, _moves, tried)
+    stages = _free(problem, best)
+    dealt = [
+        found
+        for twice in _dealt_twice(stages)
+        if (found := _played(replace(problem, lead=1), twice, best.chunk, best.step_s * _HOPELESS)) is not None
+    ]
+    return min((_climbed(problem, begun, _neighbors, tried) for begun in (best, *dealt)), key=_step_s)
+
+
+def _climbed(problem: Problem, plan: ResidentPlan, neighbors: _Neighbors, tried: set[_Tried]) -> ResidentPlan:
     stages = _free(problem, plan)
     left = min(_MOST_MOVES, _MOVED_UNITS // _units(problem, stages, plan.chunk))
     has_changed = True
     while has_changed and left > 0:
         has_changed = False
-        for moved in _moves(stages):
-            if tuple(moved) in tried:
+        for moved, lead in neighbors(stages, plan.lead):
+            if (tuple(moved), lead) in tried:
                 continue
-            judged = judge(problem, moved, plan.chunk)
+            way = replace(problem, lead=lead)
+            judged = judge(way, moved, plan.chunk)
             if judged is None or judged.step_s >= plan.step_s * _HOPELESS:
                 continue
             left -= 1
-            tried.add(tuple(moved))
-            found = _played(problem, moved, plan.chunk, plan.step_s)
+            tried.add((tuple(moved), lead))
+            found = _played(way, moved, plan.chunk, plan.step_s)
             if found is not None and found.step_s < plan.step_s:
                 plan, stages, has_changed = found, moved, True
                 break
@@ -287,24 +310,39 @@ def _refined(problem: Problem, plan: ResidentPlan, tried: set[tuple[Draft, ...]]
     return plan
 
 
-def _moves(stages: Sequence[Draft]) -> Iterator[list[Draft]]:
+def _neighbors(stages: Sequence[Draft], lead: int) -> Iterator[_Way]:
+    """An arrangement with its rows in another order, or with other stages."""
+    yield from ((stages, other) for other in _LEADS if other != lead)
+    yield from _moves(stages, lead)
+
+
+def _dealt_twice(stages: Sequence[Draft]) -> Iterator[list[Draft]]:
+    """A pipeline with two half stages on each device, one after all of the others': it fills in half of the time."""
+    devices = {stage.members for stage in stages}
+    if len(stages) == len(devices) > 1 and all(stage.count > 1 and len(stage.members) == 1 for stage in stages):
+        halves = [(stage.count + 1) // 2 for stage in stages]
+        rest = [stage.count - half for stage, half in zip(stages, halves, strict=True)]
+        yield _lined_up([*halves, *rest], [*stages, *stages])
+
+
+def _moves(stages: Sequence[Draft], lead: int) -> Iterator[_Way]:
     """Neighbors of an arrangement: a cut moved by a sublayer, two stages exchanged, or one joined to its neighbor."""
     for number, shift in itertools.product(range(len(stages) - 1), (1, -1)):
         left, right = stages[number], stages[number + 1]
         if min(left.count + shift, right.count - shift) >= 1 and max(len(left.members), len(right.members)) == 1:
             counts = [stage.count for stage in stages]
             counts[number : number + 2] = left.count + shift, right.count - shift
-            yield _lined_up(counts, stages)
+            yield _lined_up(counts, stages), lead
     for one, other in itertools.combinations(range(len(stages)), 2):
         moved = list(stages)
         moved[one], moved[other] = stages[other], stages[one]
         if max(len(stages[one].members), len(stages[other].members)) == 1:
-            yield _lined_up([stage.count for stage in moved], moved)
+            yield _lined_up([stage.count for stage in moved], moved), lead
     for gone, other in itertools.product(range(len(stages)), (-1, 1)):
         if 0 <= gone + other < len(stages) and len(stages[gone + other].members) == 1:
             counts = [stage.count for stage in stages]
             counts[gone + other] += counts[gone]
-            yield _lined_up(counts[:gone] + counts[gone + 1 :], [*stages[:gone], *stages[gone + 1 :]])
+            yield _lined_up(counts[:gone] + counts[gone + 1 :], [*stages[:gone], *stages[gone + 1 :]]), lead
 
 
 def _lined_up(counts: Sequence[int], stages: Sequence[Draft]) -> list[Draft]:

@@ -25,7 +25,7 @@ from cleave.core.cost.resident import (
     shard_costs,
     task_s_per_row,
 )
-from cleave.core.fleet.profiles import DeviceId, Floats, Ints
+from cleave.core.fleet.profiles import Bools, DeviceId, Floats, Ints
 from cleave.core.model.keeping import KEEPINGS, Keeping
 from cleave.core.model.shard import Shard
 from cleave.core.plan.resident.pace import Paces, paces, share_rows
@@ -84,6 +84,11 @@ class Stage:
     def devices(self) -> tuple[DeviceId, ...]:
         return tuple(holding.device for column in self.columns for holding in column.holdings)
 
+    @property
+    def holders(self) -> int:
+        """Devices that share its rows, of the slice with the most."""
+        return max(len(column.holdings) for column in self.columns)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResidentPlan:
@@ -103,7 +108,8 @@ class ResidentPlan:
     log_bytes: float = 0.0
     """inputs and output gradients that the server keeps between two snapshots of leased columns"""
     kept_sequences: int = MANY_OPEN
-    """as in the problem it was judged on"""
+    """as in the problem it was judged on; the same below"""
+    lead: int = 0
 
     @property
     def step_s(self) -> float:
@@ -228,6 +234,7 @@ def _judged(
         limit="latency" if hops.waiting_s > busiest_s else limit,
         log_bytes=float(leases.every.max(axis=1) @ shared.of.down_bytes_per_row) * problem.rows,
         kept_sequences=problem.kept_sequences,
+        lead=problem.lead,
     )
 
 
@@ -237,6 +244,8 @@ class _Shared:
 
     of: ShardCosts
     pace: Paces
+    memory_bytes: Floats
+    """what each device offers each column"""
     ends_s: Floats
     """when each column finishes"""
     rows: Floats
@@ -266,7 +275,9 @@ def _share(problem: Problem, stages: Sequence[Draft], chunk: int, *, ends_togeth
         members[number, list(group)] = True
     runs = np.array([(stage.first, stage.count, len(stage.members)) for stage, _ in columns])
     of = shard_costs(sums, runs[:, 0], runs[:, 1], runs[:, 2], chunk=chunk)
-    pace = paces(problem, of, members, chunk, np.array([stage.may_lease for stage, _ in columns]))
+    memory_bytes = _offered(problem, of, members)
+    may_lease = np.array([stage.may_lease for stage, _ in columns])
+    pace = paces(problem, of, members, chunk, may_lease=may_lease, memory_bytes=memory_bytes)
     ends_s, rows = share_rows(pace, problem.sequences, sums.sequence, of.takes_sequences, ends_together=ends_together)
     if not np.isfinite(ends_s).all():
         return None
@@ -274,6 +285,7 @@ def _share(problem: Problem, stages: Sequence[Draft], chunk: int, *, ends_togeth
     return _Shared(
         of=of,
         pace=pace,
+        memory_bytes=memory_bytes,
         ends_s=ends_s,
         rows=rows,
         row_compute_s=compute_s_per_row(of, profiles, chunk, sums.terms, pace.keeps),
@@ -281,6 +293,12 @@ def _share(problem: Problem, stages: Sequence[Draft], chunk: int, *, ends_togeth
         up=of.up_bytes_per_row[:, None] * rows + np.where(rows > 0, pace.up + pace.leases.snapshot_up, 0.0),
         begins=np.concatenate([[0], np.cumsum([len(stage.members) for stage in stages])[:-1]]),
     )
+
+
+def _offered(problem: Problem, of: ShardCosts, members: Bools) -> Floats:
+    """[column, device]: memory for the column; what several columns of a device leave free is divided equally."""
+    needed, columns = members * of.memory_bytes[:, None], np.maximum(members.sum(axis=0), 1)
+    return of.memory_bytes[:, None] + (problem.profiles.memory_bytes - needed.sum(axis=0)) / columns
 
 
 def is_cramped(problem: Problem, stages: Sequence[Draft], chunk: int) -> bool:
@@ -369,7 +387,7 @@ def _slots(problem: Problem, shared: _Shared) -> Floats:
     """[column, device]: sequences that can be open at once; at least one, as the column fits."""
     of = shared.of
     held = (of.memory_bytes - of.state_bytes)[:, None] + shared.pace.leases.memory_bytes
-    room = problem.profiles.memory_bytes - held
+    room = shared.memory_bytes - held
     slots = np.floor(room / np.maximum(of.state_keeping(shared.pace.keeps), 1.0))
     return np.clip(slots, 1, problem.sequences)
 
@@ -436,6 +454,7 @@ def _played_s(problem: Problem, stages: Sequence[Draft], shared: _Shared, chunk:
         stations,
         sequences=problem.sequences,
         chunks=-(-sums.sequence // chunk),
+        lead=problem.lead,
         sequence_s=_flowing_s(problem, shared, chunk) / problem.sequences,
         within_s=within_s,
         shared=SharedByAll(

@@ -3,7 +3,7 @@
 A formula for the busiest device and the fill of the pipeline misses how the two interact: a stage waits while the one
 before it still downloads weights, and the first stage returns its gradients when all others are idle. This module plays
 a pass through instead, with the rules of the live schedule: weights are sent ahead, few tasks are under way on a device
-at once, backward goes before forward and forward before gradients, a shard's gradients are read when every sequence
+at once, rows go in the order of `row_priority` and before gradients, a shard's gradients are read when every sequence
 has passed it. A device is a downlink, a processor and an uplink; the server handles one result at a time; a medium and
 the cores of a host are shared. `tests/core/plan/test_timeline.py` holds it to the real engine in virtual time.
 
@@ -15,17 +15,36 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count
+from itertools import accumulate, count
 from math import inf
 
 IN_FLIGHT = 6
 """Maximum number of unfinished tasks on a device: enough that its links and compute never wait for the server."""
-BACKWARD, FORWARD, READING, AHEAD = 0, 1, 2, 3
-"""Priorities of tasks, most urgent first, on the same scale as those of products."""
+FIRST, READING, AHEAD = 0, 1 << 30, (1 << 30) + 1
+"""Priorities of tasks: what rows wait for; behind the rows (`row_priority`), gradients; what is not urgent."""
 PLAYED_SEQUENCES = 32
 """Most sequences that are played."""
 _PIECES = 32
 """Tasks that send up a step's share of a snapshot."""
+
+
+def row_priority(sequence: int, ahead: int, *, is_backward: bool) -> int:
+    """Priority of a sequence's rows where forward may be `ahead` sequences ahead of backward.
+
+    As in a 1F1B pipeline, forward of a sequence goes before backward of one that is at least `ahead` sequences older,
+    and after that of all others. Were backward always first, the last sequences' forward would wait at a busy stage
+    until everything else is done, and then find the stages after it idle.
+    """
+    return 2 * (sequence + ahead) if is_backward else 2 * sequence + 1
+
+
+def sequences_ahead(holders: Sequence[int], lead: int) -> list[int]:
+    """Sequences that forward may be ahead of backward at each stage, given the number of devices that share its rows.
+
+    `lead` times as many as the stages from there on can have under way at once.
+    """
+    behind = accumulate(reversed(holders))
+    return [lead * count for count in reversed(list(behind))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,21 +117,26 @@ def play(
     sequences: int,
     chunks: int,
     shared: Shared,
+    lead: int = 0,
     sequence_s: float = 0.0,
     within_s: float = inf,
 ) -> float:
     """Seconds from the first byte of a step to its last gradient; infinite as soon as they exceed `within_s`.
 
-    `sequence_s` is what one more sequence takes in a full pipeline, for those that are not played.
+    `lead` orders rows (`sequences_ahead`). `sequence_s` is what one more sequence takes in a full pipeline, for those
+    that are not played.
     """
     played = min(sequences, PLAYED_SEQUENCES)
     unplayed_s = (sequences - played) * sequence_s
-    return _Play(posts, stations, played, chunks, shared).seconds(within_s - unplayed_s) + unplayed_s
+    return _Play(posts, stations, played, chunks, shared, lead).seconds(within_s - unplayed_s) + unplayed_s
 
 
 @dataclass(slots=True, eq=False)
 class _Device:
-    """Three lines that each serve one task at a time, most urgent first, and tasks that wait to be sent."""
+    """Three lines that each serve one task at a time, most urgent first, and tasks that wait to be sent.
+
+    What the server has handed to its downlink is not overtaken by what it starts later.
+    """
 
     latency_s: float
     """One way."""
@@ -120,7 +144,7 @@ class _Device:
     up_bytes_per_s: float
     running: int = 0
     waiting: list[_Task] = field(default_factory=lambda: list[_Task]())
-    downlink: list[_Task] = field(default_factory=lambda: list[_Task]())
+    downlink: list[tuple[float, _Task]] = field(default_factory=lambda: list[tuple[float, _Task]]())
     processor: list[_Task] = field(default_factory=lambda: list[_Task]())
     uplink: list[_Task] = field(default_factory=lambda: list[_Task]())
     is_receiving: bool = False
@@ -136,7 +160,6 @@ class _Work:
     """What tasks of one kind have in common: a shard's chunks in one direction on one device, or its weights."""
 
     device: _Device
-    priority: int
     down: float = 0.0
     compute_s: float = 0.0
     up: float = 0.0
@@ -154,7 +177,13 @@ _Event = tuple[float, int, Callable[[_Device, _Task], None], _Device, _Task]
 
 class _Play:
     def __init__(
-        self, posts: Sequence[Post], stations: Sequence[Station], sequences: int, chunks: int, shared: Shared
+        self,
+        posts: Sequence[Post],
+        stations: Sequence[Station],
+        sequences: int,
+        chunks: int,
+        shared: Shared,
+        lead: int,
     ) -> None:
         self._posts, self._sequences, self._chunks, self._shared = posts, sequences, chunks, shared
         self._devices = [_Device(one.latency_s / 2, one.down_bytes_per_s, one.up_bytes_per_s) for one in stations]
@@ -170,6 +199,8 @@ class _Play:
         self._works = [[self._rows(number, seating) for seating in post.seatings] for number, post in enumerate(posts)]
         stages = max(post.stage for post in posts) + 1
         self._stages = [[number for number, post in enumerate(posts) if post.stage == stage] for stage in range(stages)]
+        holders = [max(len(posts[number].seatings) for number in slices) for slices in self._stages]
+        self._ahead = sequences_ahead(holders, lead)
         self._open = [[0] * len(post.seatings) for post in posts]
         self._seat = [[0] * sequences for _ in posts]
         self._left: dict[tuple[int, int, int, bool], int] = {}
@@ -200,7 +231,6 @@ class _Play:
         post, device = self._posts[number], self._devices[seating.station]
         forward = _Work(
             device=device,
-            priority=FORWARD,
             down=post.forward_down,
             compute_s=seating.forward_s,
             up=post.forward_up,
@@ -209,7 +239,6 @@ class _Play:
         )
         backward = _Work(
             device=device,
-            priority=BACKWARD,
             down=post.backward_down + seating.again * post.again_down,
             compute_s=seating.backward_s,
             up=post.backward_up,
@@ -225,7 +254,7 @@ class _Play:
                 self._renew(number)
             for seating in post.seatings if post.weights_down else ():
                 device = self._devices[seating.station]
-                self._submit(_Work(device=device, priority=AHEAD, down=post.weights_down))
+                self._submit(_Work(device=device, down=post.weights_down), AHEAD)
         self._open_sequences()
         events = self._events
         while events:
@@ -263,8 +292,10 @@ class _Play:
         slices = self._stages[stage]
         if len(slices) > 1:
             self._left[stage, sequence, chunk, is_backward] = len(slices)
+        priority = row_priority(sequence, self._ahead[stage], is_backward=is_backward)
         for number in slices:
-            self._submit(self._works[number][self._seat[number][sequence]][is_backward], sequence, chunk)
+            work = self._works[number][self._seat[number][sequence]][is_backward]
+            self._submit(work, priority, sequence, chunk)
 
     def _stored(self, device: _Device, task: _Task) -> None:
         """Let a chunk go on once the server has the results of all slices."""
@@ -300,46 +331,46 @@ class _Play:
     def _read(self, post: Post) -> None:
         """Read the gradients of a shard from every device that has some; of a leased one, their square sum."""
         if post.is_leased:
-            self._submit(_Work(device=self._devices[post.seatings[0].station], priority=READING))
+            self._submit(_Work(device=self._devices[post.seatings[0].station]), READING)
         for seating in post.seatings if post.gradients_up else ():
             up = post.gradients_up / post.readings
-            reading = _Work(device=self._devices[seating.station], priority=READING, up=up)
+            reading = _Work(device=self._devices[seating.station], up=up)
             for _ in range(post.readings):
-                self._submit(reading)
+                self._submit(reading, READING)
 
     def _renew(self, number: int) -> None:
         """Let a leased shard's device apply the last step's update, and begin its snapshot."""
         post = self._posts[number]
         (seating,) = post.seatings
         device = self._devices[seating.station]
-        self._submit(_Work(device=device, priority=BACKWARD, compute_s=seating.update_s))
+        self._submit(_Work(device=device, compute_s=seating.update_s), FIRST)
         if post.snapshot_up:
             up = post.snapshot_up / _PIECES
-            self._send_piece(_Work(device=device, priority=AHEAD, up=up, number=number, is_snapshot=True))
+            self._send_piece(_Work(device=device, up=up, number=number, is_snapshot=True))
 
     def _send_piece(self, work: _Work) -> None:
         """Send the next piece of a snapshot when no result waits for the link, however many tasks are under way."""
         if self._pieces[work.number]:
             self._pieces[work.number] -= 1
             work.device.running += 1
-            heappush(work.device.uplink, (work.priority, next(self._order), work, 0, 0))
+            heappush(work.device.uplink, (AHEAD, next(self._order), work, 0, 0))
             self._send_up(work.device)
 
     # -------------------------------------------------------------------------------------------- devices
 
-    def _submit(self, work: _Work, sequence: int = 0, chunk: int = 0) -> None:
-        heappush(work.device.waiting, (work.priority, next(self._order), work, sequence, chunk))
+    def _submit(self, work: _Work, priority: int, sequence: int = 0, chunk: int = 0) -> None:
+        heappush(work.device.waiting, (priority, next(self._order), work, sequence, chunk))
         self._start(work.device)
 
     def _start(self, device: _Device) -> None:
         while device.waiting and device.running < IN_FLIGHT:
             device.running += 1
-            heappush(device.downlink, heappop(device.waiting))
+            heappush(device.downlink, (self._now, heappop(device.waiting)))
         if device.downlink and not device.is_receiving:
             self._send_down(device)
 
     def _send_down(self, device: _Device) -> None:
-        task = heappop(device.downlink)
+        _, task = heappop(device.downlink)
         device.is_receiving = True
         self._at(self._sent_at(task[2].down, device.down_bytes_per_s), self._came_down, device, task)
 
