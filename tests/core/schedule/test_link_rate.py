@@ -42,6 +42,15 @@ def test_a_process_that_stops_thrice_while_little_is_sent_does_not_make_its_link
     assert rate.value == pytest.approx(RATE, rel=0.05)
 
 
+def test_messages_of_a_few_bytes_that_wait_do_not_make_a_link_look_slow() -> None:
+    """The device with the head: forward it returns two numbers a row, backward whole rows."""
+    rate = LinkRate(RATE)
+    for _ in range(10):
+        for size_bytes in (1e3, 64e3) * 16:
+            rate.add(size_bytes, size_bytes / RATE + (4e-3 if size_bytes < 2e3 else 0.0))
+    assert rate.value == pytest.approx(RATE, rel=0.1)
+
+
 def test_one_measurement_of_a_whole_step_with_a_stall_in_it_is_outvoted() -> None:
     rate = LinkRate(0.74 * RATE)
     for _ in range(4):

@@ -19,11 +19,11 @@ _FIRST_S = _MEMORY_S / 64
 _MOST_S = _MEMORY_S / 6
 """Largest weight: no measurement, true or not, decides alone once there are others."""
 _LEAST_S = 4e-3
-"""Measurements of less are added up first."""
+"""Measurements of bytes that usually take less are added up first: they rather tell how long a message waits."""
 _SLOW = 1.5
 """Seconds over usual ones of a slow measurement."""
 _MOST_TIMES = 8
-"""How many times its usual seconds a slow measurement counts at most."""
+"""How many times its usual seconds a slow measurement counts at most, and small ones take before they are one."""
 _MAX_BYTES_PER_S, _MIN_BYTES_PER_S = 20e9, 1e3
 """So that a message that arrives instantly takes some time, and no plan divides by zero, whatever a device reports."""
 _MAX_DROP = 4.0
@@ -40,23 +40,25 @@ class LinkRate:
         self._weight_s = _FIRST_S
         self._is_slow = False
         """Whether the last measurement was."""
-        self._size_bytes = self._seconds = 0.0
+        self._small_bytes = self._small_s = 0.0
         """Measured, but too little to tell by itself."""
 
     def add(self, size_bytes: float, seconds: float) -> None:
         """Add a measurement; ignore implausible ones."""
         if not (0 < size_bytes < math.inf and 0 < seconds < math.inf):
             return
-        self._size_bytes += size_bytes
-        self._seconds += seconds
-        usual_s = self._size_bytes / self.value
-        if max(usual_s, self._seconds) < _LEAST_S:
-            return
-        measured = min(max(self._size_bytes / self._seconds, _MIN_BYTES_PER_S), _MAX_BYTES_PER_S)
-        was_slow, self._is_slow = self._is_slow, self._seconds > _SLOW * usual_s
-        counted_s = min(self._seconds, _MOST_TIMES * usual_s) if was_slow and self._is_slow else usual_s
+        if size_bytes < _LEAST_S * self.value:
+            self._small_bytes += size_bytes
+            self._small_s += seconds
+            if self._small_bytes < _LEAST_S * self.value and self._small_s < _MOST_TIMES * _LEAST_S:
+                return
+            size_bytes, seconds = self._small_bytes, self._small_s
+            self._small_bytes = self._small_s = 0.0
+        usual_s = size_bytes / self.value
+        measured = min(max(size_bytes / seconds, _MIN_BYTES_PER_S), _MAX_BYTES_PER_S)
+        was_slow, self._is_slow = self._is_slow, seconds > _SLOW * usual_s
+        counted_s = min(seconds, _MOST_TIMES * usual_s) if was_slow and self._is_slow else usual_s
         weight_s = min(max(counted_s, _LEAST_S), _MOST_S)
-        self._size_bytes = self._seconds = 0.0
         self._recent.append((max(measured, self.value / _MAX_DROP), weight_s))
         self._weight_s += weight_s
         while self._weight_s - self._recent[0][1] >= _MEMORY_S:
