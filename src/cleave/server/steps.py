@@ -100,4 +100,4 @@ class Steps:
         if reason:
             took = f"a step took {step.seconds:.3g} s instead of the predicted {step.predicted_s:.3g} s"
             self.off_reason = f"{took}: {reason}"
-            self._tell(events.Note(text=f"{self.off_reason}; the next plan counts with that"))
+            self._tell(events.Note(text=f"{self.off_reason}; the next plan takes that into account"))

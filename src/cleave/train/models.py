@@ -322,7 +322,7 @@ def _few_modules(name: str) -> Iterator[None]:
 
 def _unknown_model_message(name: str, fault: Exception) -> str:
     close = difflib.get_close_matches(name.lower(), MODEL_NAMES, n=3, cutoff=0.6)
-    presets = f"the nearest are {', '.join(close)}" if close else f"presets: {', '.join(MODEL_NAMES)}"
+    presets = f"similar ones: {', '.join(close)}" if close else f"presets: {', '.join(MODEL_NAMES)}"
     if isinstance(fault, ValueError):
         elsewhere = "not a valid Hugging Face name"
     elif isinstance(fault, RepositoryNotFoundError):
