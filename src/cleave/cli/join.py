@@ -164,7 +164,7 @@ def _write(text: str) -> None:
 
 
 def _lent(options: argparse.Namespace) -> list[str]:
-    """What to lend, and on which terms, as arguments."""
+    """Return what to lend, and on which terms, as command-line arguments."""
     values = {
         "--memory": options.memory,
         "--threads": options.threads,

@@ -42,7 +42,7 @@ from cleave.transport.base import Channel, Received
 
 _GOODBYE_S = 2.0
 _IDLE_BEATS = 3
-"""Of a device without work, one heartbeat in so many is enough: thousands of them should cost next to nothing."""
+"""A device without work gets one heartbeat in this many: thousands of idle devices should cost next to nothing."""
 _SILENCE_S = 10.0
 _MOST_FAILURES = 3
 _MOST_UNCHECKED = 16

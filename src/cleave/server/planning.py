@@ -88,7 +88,7 @@ class Planning:
         audited: Callable[[], Mapping[str, float]] = dict,
         lenders: Callable[[], frozenset[DeviceId] | None] = lambda: None,
     ) -> None:
-        """`tell` hears of each new choice of a grain for training; `audited` is as in `choose_pass`.
+        """`tell` receives each new choice of a grain for training; `audited` is as in `choose_pass`.
 
         `lenders` says which devices may keep what they train; None for all.
         """

@@ -1,4 +1,4 @@
-"""Compare the steps of a run with their predictions, and correct the planning by what they teach."""
+"""Compare the steps of a run with their predictions, and correct planning by what they show."""
 
 from __future__ import annotations
 

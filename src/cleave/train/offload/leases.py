@@ -412,7 +412,7 @@ class Leases:
         return held.lease.values(parameters, matrices, gradients=gradients)
 
     def _give(self, held: Held, number: int, gradient: torch.Tensor) -> None:
-        """Make a gradient a plain tensor, for whoever has hold of its stand-in."""
+        """Turn a gradient into a plain tensor, for code that holds its stand-in."""
         stand_in = held.generation.gradients[number]
         stand_in.numbers = gradient
         parameter = held.parameters[number]
@@ -430,9 +430,9 @@ class Leases:
         self._weights.touched()
 
     def recover(self, reason: str) -> None:
-        """Recover from devices that are gone: others keep what is lost and do what was logged, and the lease goes on.
+        """Recover from lost devices: others take over their shards and replay the log, and the lease goes on.
 
-        Where they cannot, it ends.
+        If they cannot, the lease ends.
         """
         with self._lock:
             held = self._held
