@@ -66,7 +66,7 @@ class Steps:
             found = self._roster.find_shared_links()
             shared, names = self._roster.traffic.shared, self._roster.members.keys() - {STAND_IN}
         for link in found:
-            self._tell(events.Note(text=f"{link}; plans count with that from now on"))
+            self._tell(events.Note(text=f"{link}; plans take that into account from now on"))
         # what all devices share limits a step as the server's own link would
         lines = [link for link in shared if not link.is_medium and names <= link.devices]
         self._planning.server_links(
