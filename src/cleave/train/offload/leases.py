@@ -188,8 +188,8 @@ class Leases:
             lease(tensor, self)
         count = sum(one.numel() for one in parameters.values())
         self._say(
-            f"devices keep {count / 1e6:.3g} M weights and their optimizer states; snapshots come up every "
-            f"{min(one.every for one in held.shards)} steps or more, and weights when they are read or saved"
+            f"devices keep {count / 1e6:.3g} M weights and their optimizer states; snapshots are fetched every "
+            f"{min(one.every for one in held.shards)} steps or more, weights when they are read or saved"
         )
         return held
 
