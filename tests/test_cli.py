@@ -419,6 +419,21 @@ def test_a_mistyped_verb_or_choice_is_answered_with_the_nearest_one(
     assert told.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("arguments", "verb", "facts"),
+    [(["runs"], "cleave runs", ["ACTION", "show"]), (["completion"], "cleave completion", ["SHELL", "zsh"])],
+)
+def test_a_missing_action_is_answered_with_those_there_are(
+    arguments: list[str], verb: str, facts: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"{verb}: ")
+    assert all(fact in told for fact in facts)
+
+
 def test_a_word_that_is_like_no_verb_is_answered_with_all_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["nonsense"])

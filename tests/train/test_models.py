@@ -75,7 +75,7 @@ def test_a_directory_without_a_valid_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("opt-125n", "the nearest are opt-125m"), ("no such model!", "presets: demo, tiny-llama, .*llama-2-70b")],
+    [("opt-125n", "similar ones: opt-125m"), ("no such model!", "presets: demo, tiny-llama, .*llama-2-70b")],
 )
 def test_an_unknown_name_is_refused_with_similar_names_and_the_path_tried(name: str, said: str) -> None:
     with pytest.raises(ModelError, match=f"'{name}': .* not a preset .{said}.*not a directory.*Hugging Face"):

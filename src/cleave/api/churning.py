@@ -1,4 +1,4 @@
-"""When devices come and go, from what people write after `--churn`."""
+"""Parse `--churn`: when devices come and go."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_BYTES = 1 << 26
 def churn_of(
     kind: str, names: Sequence[str], *, seed: int, away_s: float = AWAY_S, day_s: float = DAY_S
 ) -> Callable[[], Mapping[str, Iterable[Stay]]]:
-    """A draw of every device's stays, the same whenever it is called.
+    """Return a function that draws every device's stays, the same ones at every call.
 
     `kind` is a number of departures per device and hour, `daily`, `fta:` with the name of a trace in the Failure Trace
     Archive (`fta:microsoft99`, `fta:skype06:gamma`), or the path of a trace.

@@ -43,7 +43,7 @@ Tls = bool | tuple[str | Path, str | Path | None]
 _Array = TypeVar("_Array", "np.ndarray[Any, Any]", "torch.Tensor")
 _FIRST_DEVICE_S = 60.0
 _LOOK_S = 1.0
-"""Between looks at local devices while waiting; also lets Ctrl-C through where waiting blocks it."""
+"""Seconds between looks at local devices while waiting; also lets Ctrl-C through where waiting blocks it."""
 _HERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 """Address to dial from this machine, if the server listens on all of them."""
 
@@ -59,7 +59,7 @@ class Fleet:
 
     It logs who joins and leaves, which grain is chosen and why (logger `cleave.fleet`; standard error if logging is
     not configured). `devices` and `status()` show the present state; a `listener` gets every event, in the server's own
-    thread: one that waits keeps devices waiting.
+    thread: a slow one keeps devices waiting.
     """
 
     def __init__(

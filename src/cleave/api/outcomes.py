@@ -38,7 +38,7 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def home() -> Path:
-    """Where outcomes are kept: $CLEAVE_HOME/outcomes, by default ~/.cleave/outcomes."""
+    """Directory of kept outcomes: $CLEAVE_HOME/outcomes, by default ~/.cleave/outcomes."""
     return Path(os.environ.get("CLEAVE_HOME") or Path.home() / ".cleave") / "outcomes"
 
 
@@ -55,7 +55,7 @@ class Kept:
             raise InputError(f"cannot keep outcomes in {directory}: {fault.strerror}; set CLEAVE_HOME") from None
 
     def outcomes(self, cells: Sequence[Cell]) -> Iterator[tuple[Cell, Outcome]]:
-        """Each cell with its outcome, kept or computed; every one is kept before the next begins."""
+        """Yield each cell with its outcome, kept or computed; every one is kept before the next begins."""
         for cell in cells:
             outcome = self._read(cell)
             if outcome is None:
@@ -95,7 +95,7 @@ class Kept:
 
 @cache
 def code_digest() -> str:
-    """Of all files that outcomes may depend on, and of the numpy that computes them."""
+    """Digest of all files that outcomes may depend on, and of the version of numpy."""
     digest = hashlib.sha256(f"numpy {np.__version__}".encode())
     for package in _CODE:
         for path in sorted((_ROOT / package).rglob("*")):
@@ -113,7 +113,7 @@ def _digest_of(population: Profiles) -> str:
 
 
 def _plain(number: object) -> object:
-    """A number of numpy's as one of Python's."""
+    """Convert a numpy number to a Python one."""
     if isinstance(number, Integral):
         return int(number)
     if isinstance(number, Real):

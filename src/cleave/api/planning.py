@@ -151,7 +151,7 @@ def _read(path: str | Path, error: type[InputError], expected: str) -> str:
 
 
 def checked_sequence(shape: ModelShape, tokens: int, sequence: int | None) -> int:
-    """Tokens per sequence as asked, or the largest divisor of all tokens up to 1,024."""
+    """Tokens per sequence as given, or the largest divisor of all tokens up to 1,024."""
     if sequence is None:
         longest = min(_USUAL_SEQUENCE, shape.max_positions, tokens)
         return next(length for length in range(longest, 0, -1) if tokens % length == 0)

@@ -15,7 +15,7 @@ from cleave.server.admission.gate import is_loopback
 
 
 def run_bill(members: Sequence[Member], wall_s: float) -> Bill | None:
-    """The bill of what devices did in so many seconds; None if no device ever joined.
+    """Return the bill for what devices did in `wall_s` seconds; None if no device ever joined.
 
     Devices on the server's own machine draw its power and cross no network, so they add nothing to it. Others do not
     say what they are or where: they count as laptops on the grid of the world.

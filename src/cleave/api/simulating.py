@@ -25,7 +25,7 @@ _MOST_BATCHES = 1_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Simulated:
-    """A setting and what each system makes of it."""
+    """A setting, and each system's outcome in it."""
 
     setting: Setting
     batches: int
@@ -56,8 +56,8 @@ def simulate(
     `churn` is a number of departures per device and hour (each is followed by an absence of mean `away_s`), `daily`
     (idle and charging, mostly at night), `fta:` and a trace of the Failure Trace Archive such as `fta:microsoft99`, or
     the path of a trace. `noise` says how far true rates are from the believed ones. Batches, churn and noise concern
-    Cleave; other systems are judged on one undisturbed batch. The same seed gives the same digits. `watch` hears what
-    happened in Cleave's batches.
+    Cleave; other systems are judged on one undisturbed batch. The same seed gives the same results. `watch` receives
+    what happens in Cleave's batches.
     """
     check_type(fleet, Profiles | str | Path, "a fleet as Profiles or the path of a fleet CSV")
     format = checked_wire(wire)

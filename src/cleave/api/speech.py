@@ -1,4 +1,4 @@
-"""What a `Fleet` says by default: one log line per event, on the logger `cleave.fleet`.
+"""What a `Fleet` logs by default: one log line per event, on the logger `cleave.fleet`.
 
 A program that configured logging decides what becomes of it. In one that did not, lines go to standard error, from the
 level of CLEAVE_LOG_LEVEL on (default: INFO), so that a first script shows who joins and which grain is chosen.

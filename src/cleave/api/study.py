@@ -58,12 +58,12 @@ class Study:
     systems: dict[str, str]
     cells: int
     computed: int
-    """Cells that were not kept from an earlier study."""
+    """Cells computed for this study, not kept from an earlier one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Plan:
-    """A study to be made."""
+    """A study that is laid out but not computed yet."""
 
     grid: Grid
     ground: Ground

@@ -56,6 +56,10 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}; did you mean {near[0]}?") from None
 
     def error(self, message: str) -> NoReturn:
+        missing = message.removeprefix("the following arguments are required: ")
+        if missing != message:
+            verbs = [name for action in self._actions if action.metavar == missing for name in action.choices or ()]
+            message = f"missing {missing}" + (f", one of {', '.join(verbs)}" if verbs else "")
         self.exit(BAD_INPUT, f"{self.prog}: {message}; see {self.prog} --help\n")
 
 

@@ -29,7 +29,7 @@ class Churn(NamedTuple):
 
 
 _FILES = 256
-"""Descriptors besides one per device."""
+"""File descriptors needed besides one per device."""
 
 
 def add_to(add: AddVerb) -> None:
@@ -201,7 +201,7 @@ async def _emulate(
     stays: Mapping[str, Stays] | None,
     say: Callable[[str], None],
 ) -> None:
-    """Emulate devices that compute in so many threads; without any, they answer zeros."""
+    """Emulate devices that compute in `threads` threads; with 0, they answer zeros."""
     from cleave.emulate.arithmetic import SharedThreads, Zeros
     from cleave.emulate.fleet import EmulatedFleet
 
@@ -213,7 +213,7 @@ async def _emulate(
 
 
 def _stays(churn: Churn, names: list[str]) -> Mapping[str, Stays] | None:
-    """When each device is there, as asked; None if all of them stay."""
+    """Return when each device is connected; None if all of them stay."""
     from cleave.api.churning import churn_of
 
     if churn.kind is None:

@@ -69,7 +69,7 @@ def add_to(add: AddVerb) -> None:
         "--when-idle",
         type=positive,
         metavar="MIN",
-        help="compute only after so many minutes without input (default: always)",
+        help="minutes without input before this machine computes (default: no need to be idle)",
     )
     terms.add_argument(
         "--cpu-usage-limit", type=positive, metavar="PERCENT", help="share of the time to compute in (default: 100)"
@@ -99,7 +99,7 @@ def add_to(add: AddVerb) -> None:
     verb.add_argument(
         "--background",
         choices=["install", "remove", "status"],
-        help="join with these options whenever you are logged in, as a service; remove it; or show what it does "
+        help="join with these options whenever you are logged in, as a service; remove it; or show its status "
         "(default: join now, in this terminal)",
     )
     verb.set_defaults(run=_run_join)
@@ -164,7 +164,7 @@ def _write(text: str) -> None:
 
 
 def _lent(options: argparse.Namespace) -> list[str]:
-    """What to lend, and on which terms, as arguments."""
+    """Return what to lend, and on which terms, as command-line arguments."""
     values = {
         "--memory": options.memory,
         "--threads": options.threads,

@@ -18,7 +18,7 @@ from cleave.printable import printable
 _FAILED = 1
 _INTERRUPTED = 130
 _LONG_RUNNING = {"train", "join", "emulate", "bench", "view"}
-"""Verbs that must not wait for whoever reads their output."""
+"""Verbs that must not block when nobody reads their output."""
 _LONGEST_MESSAGE = 4000
 
 

@@ -116,7 +116,7 @@ def run_runs_remove(
     from cleave.report.quantities import si
 
     for path in kept:
-        sys.stdout.write(f"kept {path}, which is no file of a run\n")
+        sys.stdout.write(f"kept {path}, which is not a file of a run\n")
     sys.stdout.write(f"freed {si(freed_bytes, 'B')}\n")
 
 

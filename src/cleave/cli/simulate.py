@@ -163,7 +163,7 @@ def _run_simulate(options: argparse.Namespace) -> None:
 
     systems = [CLEAVE] if options.systems is None else _names(options.systems)
     if options.events is not None and not {CLEAVE, ALL} & set(systems):
-        raise InputError(f"--events tells of {CLEAVE}'s batches, but --systems names only others; add {CLEAVE}")
+        raise InputError(f"--events records {CLEAVE}'s batches, but --systems names only others; add {CLEAVE}")
     log, courses = None if options.events is None else _new_log(Path(options.events)), list["Course"]()
     simulated = simulate(
         options.fleet,

@@ -39,7 +39,7 @@ def add_to(add: AddVerb) -> None:
         "--role",
         choices=["device", "admin"],
         default="device",
-        help="device: may join; admin: may read the run's status (default: device)",
+        help="device: may join; admin: may read the run's status and pause, drain or ban devices (default: device)",
     )
     add_action.add_argument(
         "--trust",

@@ -151,7 +151,7 @@ def _add_joining(add: Callable[..., None]) -> None:
     add("--alone", "while no device is connected: wait for one, or compute on the server", choices=ALONES)
     add(
         "--alone-wait",
-        "seconds without a device before the run stops, saved",
+        "seconds without a device before the run saves and stops",
         "no limit with --listen, else 3600",
         type=positive,
         dest="alone_wait_s",

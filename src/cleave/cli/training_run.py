@@ -150,7 +150,7 @@ class TrainingRun:
             self.observe(Note(text=f"audited {totals.audited_units} units: {found}"))
 
     def tell_energy(self, wall_s: float) -> Bill | None:
-        """Bill what devices did in so many seconds, and log it."""
+        """Log the energy and emissions of what devices did in `wall_s`."""
         self._billed_s = time.monotonic()
         bill = run_bill(self.fleet.cluster.members(), wall_s) if self.fleet else None
         if bill is not None:

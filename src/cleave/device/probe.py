@@ -50,9 +50,12 @@ def usable_memory_bytes(limit_bytes: int | None, setting: str = "--memory") -> i
     usable = limit_bytes - in_use - _TRANSIT_BYTES
     if usable < _MIN_BYTES:
         minimum = in_use + _TRANSIT_BYTES + _MIN_BYTES
+        found = f"{limit_bytes / 1e6:.0f} MB; allow more"
+        if limit_bytes < 1e6:
+            found = f"{limit_bytes:,} bytes; give a unit, as in 2GB"
         raise InputError(
             f"{setting} must be at least {minimum / 1e6:.0f} MB, as the program itself takes {in_use / 1e6:.0f} MB, "
-            f"but is {limit_bytes / 1e6:.0f} MB; allow more"
+            f"but is {found}"
         )
     return usable
 

@@ -137,9 +137,9 @@ def show(chosen: Chosen[Plan]) -> None:
     if defaults:
         columns = ", ".join(dict.fromkeys(one.column for one in defaults))
         values = "; ".join(f"{one.what} {one.value}" for one in defaults)
-        console.print(f"the fleet file does not say all of {columns}; assumed: {values}")
+        console.print(f"the fleet file leaves out some of {columns}; assumed: {values}")
     published = "; ".join(f"{fact.what}: {fact.value}" for fact in bill.evidence)
-    console.print(f"published against it ({bill.evidence[0].source}): {published}; --json lists every assumption")
+    console.print(f"published counter-evidence ({bill.evidence[0].source}): {published}; --json lists every assumption")
 
 
 def footprint_text(footprint: Footprint) -> str:

@@ -1,7 +1,7 @@
 """What devices computed in the latest step, result by result: the timeline of the dashboard.
 
-Lives with the engine and takes its time; whoever ends a step has the engine's lock. Of a large fleet, only the first
-results of a step are kept, as nobody can look at more.
+Lives with the engine and uses its clock; the caller that ends a step holds the engine's lock. For a large fleet, only
+the first results of a step are kept: nobody can look at more.
 """
 
 from __future__ import annotations

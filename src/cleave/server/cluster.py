@@ -92,7 +92,7 @@ class Totals:
     audited_units: int
     wrong_audits: int
     predicted_s: float | None
-    """What was predicted of the last step."""
+    """Prediction for the last step."""
 
 
 class Cluster:
@@ -198,10 +198,10 @@ class Cluster:
         return choice
 
     def _try_out(self) -> None:
-        """Measure what the owner's newcomers can do under load, beside a pass: the next one may let them keep weights.
+        """Measure the owner's new devices under load, beside a pass, so that the next one may let them keep weights.
 
-        Also those that take part in it: one that waits for its links most of the time looks faster than it is. Of many,
-        only the strongest, as a plan with leases has no more devices.
+        Measure those that take part in the pass, too: a device that mostly waits for its links looks faster than it is.
+        If there are many, measure only the strongest, as a plan with leases has no more devices.
         """
         with self._lock:
             own = [
@@ -376,7 +376,7 @@ class Cluster:
 
     @contextmanager
     def rescue(self) -> Generator[None]:
-        """Do work that must not wait for devices: while none is connected, this server computes, whatever is set."""
+        """Do work that must not wait for devices: this server computes while none is connected, in any setting."""
         self._driver.rescue(is_on=True)
         try:
             yield
@@ -384,11 +384,11 @@ class Cluster:
             self._driver.rescue(is_on=False)
 
     def before_closing(self, call: Callable[[], None]) -> None:
-        """Have something done, in the owner's thread, before the fleet closes."""
+        """Register a call to make, in the owner's thread, before the fleet closes."""
         self._closing.append(call)
 
     def prepare_closing(self) -> None:
-        """Do what was asked for before closing; devices are still there."""
+        """Make the calls that `before_closing` registered, while devices are still connected."""
         for call in self._closing if not self._is_closed else ():
             call()
 

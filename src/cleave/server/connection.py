@@ -42,7 +42,7 @@ from cleave.transport.base import Channel, Received
 
 _GOODBYE_S = 2.0
 _IDLE_BEATS = 3
-"""Of a device without work, one heartbeat in so many is enough: thousands of them should cost next to nothing."""
+"""A device without work gets one heartbeat in this many: thousands of idle devices should cost next to nothing."""
 _SILENCE_S = 10.0
 _MOST_FAILURES = 3
 _MOST_UNCHECKED = 16
@@ -92,7 +92,7 @@ class Connection:
         self._may_read = asyncio.Event()
         self._may_read.set()
         self._probed_at: float | None = None
-        """When it was asked for a sign of life that it has not given."""
+        """When the heartbeat was sent that it has not answered yet."""
         self._beats, self._beaten, self._silent_s = 0, self._loop.time(), 0.0
         self._told_pace: Pace | None = None
         self._moved_bytes = channel.moved_bytes
@@ -240,7 +240,7 @@ class Connection:
         self._explain_idleness()
 
     def _judge_silence(self, beat_s: float) -> None:
-        """Disconnect a device that was asked and has sent or taken no byte for too long.
+        """Disconnect a device that was sent a heartbeat and has sent or taken no byte for too long.
 
         At most one heartbeat each: time in which the server itself was stopped counts against nobody. That is also why
         the silence is read before the clock: the server may be stopped in between.

@@ -142,7 +142,7 @@ class Blame:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """Count against a device that others had to do what it owed."""
+    """Count a stall against a device: others had to do the work it owed."""
 
     device: DeviceId
     reason: str

@@ -71,7 +71,7 @@ _NOTICED_S = 0.25
 """Time for which a device may owe its first result and leave without being made to wait before it rejoins."""
 
 _SAMPLED_S, _SAMPLED_DEVICE_S = 0.05, 1e-3
-"""Time between two samples of the traffic, and the least of it per device: a sample visits all."""
+"""Seconds between two samples of the traffic, and the minimum per device, as a sample visits all of them."""
 
 log = logging.getLogger(__name__)
 

@@ -278,7 +278,7 @@ class Engine:
                 self._actions.append(command)
 
     def _count_stall(self, device: DeviceId, reason: str) -> None:
-        """Lower expectations of a device that others had to do without; disconnect it if it happens again and again."""
+        """Expect less of a device whose work others had to redo; disconnect it if it keeps stalling."""
         member = self.roster.members.get(device)
         if member is None or member.key is None:
             return

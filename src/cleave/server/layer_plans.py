@@ -1,8 +1,8 @@
 """Plans of single linear layers' products: searched for once, judged by new rates at every step, replaced now and then.
 
-A search takes a second for a fleet of dozens, longer than many a step. So a plan whose devices are all there serves on
-while another one is searched for in the planning process, which is when it became slower, every few steps, and when
-devices came or went. Only where there is none does a step wait. Fleets that are planned in this process wait as well.
+A search takes a second for a fleet of dozens, longer than many a step. So a plan whose devices are all connected
+stays in use while the planning process searches for another: when it became slower, every few steps, and when devices
+came or went. A step waits only if there is no such plan, or if the fleet is planned in this process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Layer = tuple[Linear, Local]
 class _Chosen:
     choice: LayerChoice
     number: int
-    """Of the snapshot by which it was judged."""
+    """Number of the snapshot by which it was judged."""
     names: tuple[str, ...]
     """Devices among which the plan was searched for."""
     searched_step: int

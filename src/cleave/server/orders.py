@@ -18,7 +18,7 @@ class Order(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def obey(body: bytes, cluster: Cluster, keys: Keys) -> None:
-    """Carry out an order. Raises InputError if it is none, or cannot be."""
+    """Carry out an order. Raises InputError if it is not an order, or cannot be carried out."""
     try:
         order = msgspec.json.decode(body, type=Order)
     except msgspec.DecodeError as fault:

@@ -88,7 +88,7 @@ class Planning:
         audited: Callable[[], Mapping[str, float]] = dict,
         lenders: Callable[[], frozenset[DeviceId] | None] = lambda: None,
     ) -> None:
-        """`tell` hears of each new choice of a grain for training; `audited` is as in `choose_pass`.
+        """`tell` receives each new choice of a grain for training; `audited` is as in `choose_pass`.
 
         `lenders` says which devices may keep what they train; None for all.
         """
@@ -116,7 +116,7 @@ class Planning:
         self.latest: ResidentPlan | None = None
         """The plan of the last pass."""
         self._trained: tuple[PassWork, Local, bool] | None = None
-        """What the last choice for training was asked."""
+        """Arguments of the last choice for training."""
 
     def step_ended(self) -> None:
         """Mark a step boundary: adopt the current fleet."""
@@ -201,7 +201,7 @@ class Planning:
         return plan if plan.step_s <= known.searched_s * SLOWER else None
 
     def _is_off(self, known: _Chosen) -> bool:
-        """Whether steps take so much longer than predicted that the grain should be chosen anew, now and then."""
+        """Whether steps take so much longer than predicted that the grain should be reconsidered, now and then."""
         is_due = self._steps - self._reconsidered > _RECONSIDERED_EVERY
         return is_due and self.experience.factor(known.choice.grain) > OFF
 
@@ -269,7 +269,7 @@ class Planning:
     def remodel(self, choice: PassChoice, local: Local, profiles: Profiles | None) -> PassChoice | None:
         """Return a choice with its time by the cost model as it is now; None where `modeled_s` is None.
 
-        Later passes get that time too, until they are planned anew, and those of other lengths get theirs in
+        Later passes get that time too, until they are planned again, and those of other lengths get theirs in
         proportion: what experience adds is measured by this model, and predicts nothing on top of an older one.
         """
         now_s, then_s = self.modeled_s(choice, local, profiles), choice.modeled_s

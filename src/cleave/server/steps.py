@@ -1,4 +1,4 @@
-"""Compare the steps of a run with their predictions, and correct the planning by what they teach."""
+"""Compare the steps of a run with their predictions, and correct planning by what they show."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Steps:
             found = self._roster.find_shared_links()
             shared, names = self._roster.traffic.shared, self._roster.members.keys() - {STAND_IN}
         for link in found:
-            self._tell(events.Note(text=f"{link}; plans count with that from now on"))
+            self._tell(events.Note(text=f"{link}; plans take that into account from now on"))
         # what all devices share limits a step as the server's own link would
         lines = [link for link in shared if not link.is_medium and names <= link.devices]
         self._planning.server_links(
@@ -100,4 +100,4 @@ class Steps:
         if reason:
             took = f"a step took {step.seconds:.3g} s instead of the predicted {step.predicted_s:.3g} s"
             self.off_reason = f"{took}: {reason}"
-            self._tell(events.Note(text=f"{self.off_reason}; the next plan counts with that"))
+            self._tell(events.Note(text=f"{self.off_reason}; the next plan takes that into account"))

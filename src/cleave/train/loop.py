@@ -59,7 +59,7 @@ class Traffic:
     waiting_s: float = 0.0
     checking_s: float = 0.0
     predicted_s: float | None = None
-    """What was predicted of the last step."""
+    """Prediction for the last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

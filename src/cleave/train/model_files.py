@@ -24,7 +24,7 @@ from cleave.train.causes import cause_of
 
 _MOST_CONFIG_BYTES: Final = 1 << 24
 _MOST_TEXT_BYTES: Final = 1 << 27
-"""Of a tokenizer or an index; the largest known tokenizers have some 35 MB."""
+"""Bytes of a tokenizer or an index; the largest known tokenizers have some 35 MB."""
 _TEXTS: Final = frozenset({".json", ".txt", ".jinja", ".model", ".bpe", ".tiktoken"})
 _PICKLES: Final = frozenset({".bin", ".pt", ".pth", ".ckpt", ".pkl"})
 _COUNTS: Final = re.compile(r"layers?$|layers?_|labels$")

@@ -39,7 +39,7 @@ TORCH_DTYPES: Final[dict[Dtype, torch.dtype]] = {"fp32": torch.float32, "bf16": 
 _STATES: Final = 4
 """Copies of each parameter while training: its value, its gradient, and AdamW's two moments."""
 _MOST_MODULES: Final = 100_000
-"""Of a model, a hundred times as many as usual: enough to stop a forged config before its modules fill the memory."""
+"""Modules of a model, a hundred times the usual number: stops a forged config before its modules fill the memory."""
 _TOKENIZER_FILES: Final = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -322,7 +322,7 @@ def _few_modules(name: str) -> Iterator[None]:
 
 def _unknown_model_message(name: str, fault: Exception) -> str:
     close = difflib.get_close_matches(name.lower(), MODEL_NAMES, n=3, cutoff=0.6)
-    presets = f"the nearest are {', '.join(close)}" if close else f"presets: {', '.join(MODEL_NAMES)}"
+    presets = f"similar ones: {', '.join(close)}" if close else f"presets: {', '.join(MODEL_NAMES)}"
     if isinstance(fault, ValueError):
         elsewhere = "not a valid Hugging Face name"
     elif isinstance(fault, RepositoryNotFoundError):

@@ -48,6 +48,8 @@ def get(address: Address, path: str) -> bytes:
         connection.close()
     if answer.status in _REFUSED:
         raise InputError(f"{shown} refuses: {printable(body.decode(errors='replace').strip(), 300)}")
+    if answer.status == http.client.UPGRADE_REQUIRED:
+        raise InputError(f"{shown} speaks TLS only; use wss:// and what the server prints after #")
     if answer.status != http.client.OK:
         raise InputError(f"expected a Cleave server at {shown}, got HTTP status {answer.status} for {path}")
     return body

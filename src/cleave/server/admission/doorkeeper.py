@@ -99,7 +99,7 @@ class Doorkeeper:
         return await self._is_recognized(token, address) and self.keys.administers(token)
 
     def close(self) -> None:
-        """Decide about nothing more: connections that wait for a decision end without one."""
+        """Stop deciding: connections that wait for a decision end without one."""
         if self._hashing is not None:
             self._hashing.cancel()
         for one in self._waiting:

@@ -196,7 +196,7 @@ class Keys:
         key = self._kept.get(id)
         if key is None:
             known = ", ".join(self._kept) or "none"
-            raise InputError(f"expected the id of a key, got {id!r}; the keys of this run are: {known}")
+            raise InputError(f"expected the id of a token, got {id!r}; the tokens of this run are: {known}")
         if key.is_valid:
             key = msgspec.structs.replace(key, revoked_s=time.time())
             self._write({**self._kept, id: key})

@@ -1,4 +1,4 @@
-"""A product whose result nobody needs: what a device that has not worked yet can do, before a plan relies on it.
+"""A product whose result nobody needs, to measure a device that has not worked yet before a plan relies on it.
 
 A claim, or a probe of half a second, may be far off: a processor slows down when it gets warm, or has a quota. The same
 two matrices are multiplied again and again and the products added up, so that few bytes make much work. The result is
@@ -18,7 +18,7 @@ from cleave.server.gemm.product import Product
 from cleave.server.operands import Tensor
 
 ROUNDS_S = 0.03, 0.06, 0.08, 0.08
-"""Work by what is believed of a device when each round begins; the first one is too short to be late."""
+"""Seconds of work per round, at the speed believed when the round begins; the first is too short to be late."""
 _ROWS, _COLS, _INNER = 256, 256, 512
 _MOST_TERMS = 256
 
@@ -26,9 +26,9 @@ _MOST_TERMS = 256
 def trial(
     device: DeviceId, flops_per_s: float, seconds: float, tensor: Callable[[int, int], Tensor]
 ) -> tuple[Product, tuple[Block, ...]]:
-    """Return a product that takes a device so long at some speed, and the block that it is.
+    """Return a product that takes a device `seconds` at `flops_per_s`, and the block that it is.
 
-    `tensor` creates an identity for a matrix of so many rows and columns.
+    `tensor` creates an identity for a matrix with the given rows and columns.
     """
     terms = min(max(math.ceil(seconds * flops_per_s / (2 * _ROWS * _COLS * _INNER)), 1), _MOST_TERMS)
     rng = np.random.default_rng(0)

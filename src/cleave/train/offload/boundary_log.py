@@ -1,5 +1,5 @@
 # pyright: standard
-"""What crossed the borders of leased stages since this process last had their weights: enough to do it all again.
+"""What crossed the borders of leased stages since this process last had their weights: enough to replay it.
 
 A step of the log is the passes since the update before, and the update: per pass and leased stage, the input and the
 gradient of the output, as they were on the wire. From the weights before a step and the log from there on, the present
@@ -36,13 +36,13 @@ class LogFullError(Exception):
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LoggedPass:
     batch: Batch[Any]
-    """Without numbers of its own but targets, scales, mask and positions."""
+    """The batch, without numbers except for targets, scales, mask and positions."""
     factor: float
-    """What its gradients were multiplied by."""
+    """Factor by which its gradients were multiplied."""
     borders: dict[Shard, tuple[Stored, Stored | None]]
-    """Of stages that are not forgotten."""
+    """Input and output gradient of each stage that is not forgotten."""
     parameters: Mapping[int, Stored]
-    """Those that changed without an update in this log."""
+    """Parameters that changed without an update in this log."""
 
 
 @dataclass(slots=True, eq=False)
@@ -122,7 +122,7 @@ class BoundaryLog:
         return self._load(one.parameters[number]), one.parameters[number].format
 
     def forget(self, shard: Shard, position: int) -> None:
-        """Drop what came before a position of a stage: its weights there are here. Steps of no stage go altogether."""
+        """Drop a stage's log before a position whose weights are here, and steps that no stage needs any more."""
         for step in self._steps[: position - self._first]:
             for one in step.passes:
                 for stored in one.borders.pop(shard, ()):

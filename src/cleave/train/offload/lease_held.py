@@ -45,7 +45,7 @@ class FleetSnapshot(Protocol):
 
 
 class FleetPassLease(Protocol):
-    """What a fleet offers of a lease to a pass: `server/resident/pass_lease.py`."""
+    """The fleet's side of a lease during a pass: `server/resident/pass_lease.py`."""
 
     plan: ResidentPlan
     parameters: frozenset[int]
@@ -57,7 +57,7 @@ class FleetPassLease(Protocol):
 
 
 class FleetLease(Protocol):
-    """What a fleet offers of a lease; the requests are words of `server/resident/lease.py`."""
+    """The fleet's side of a lease; the requests are words of `server/resident/lease.py`."""
 
     decoder: Decoder
     plan: ResidentPlan

@@ -1,5 +1,5 @@
 # pyright: standard
-"""Let a lease go on under another plan: what changes its stage or its device comes up and goes down again, no more.
+"""Continue a lease under another plan: only what changes its stage or device is fetched and sent again.
 
 Stages that the plan leaves on their devices keep their bases and their part of the log. The others are read first, so
 that new stages begin with what is here, and only what another device gets is sent. `leases.py` decides when.

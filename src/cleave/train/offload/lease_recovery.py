@@ -1,5 +1,5 @@
 # pyright: standard
-"""Rebuild what a lost device took along: train its shards again, alone, from their bases through the log.
+"""Rebuild what a lost device held: replay its shards, each alone, from their bases through the log.
 
 A shard's inputs and the gradients of its outputs are in the log, so that nothing else has to run again. `Regaining`
 leaves the lease in force: lost shards are lent to other devices as they are here, all at once, and do there what was
@@ -98,7 +98,7 @@ class _Place:
 
 
 class Regaining(_Doing):
-    """A lease that lost devices, on its way back to the present, on those that are left."""
+    """Bring a lease that lost devices up to date, on the devices that are left."""
 
     def __init__(self, fleet: Any, weights: Weights, held: Held) -> None:
         super().__init__(fleet, weights, held)
@@ -204,7 +204,7 @@ def _trained_alone(held: Held, one: LeasedShard) -> Decoder:
 
 
 class Replay(_Doing):
-    """A lost lease's work done again, by whatever devices there are, for this process."""
+    """Redo a lost lease's work on whatever devices there are, and bring the results to this process."""
 
     def updates(self, lost: LeasedShard) -> None:
         """Bring a shard from its base to the last update."""

@@ -169,7 +169,7 @@ def release(tensor: torch.Tensor) -> None:
 
 
 class LeasedGradient(torch.Tensor):
-    """The gradient of a leased parameter: without numbers until somebody insists."""
+    """The gradient of a leased parameter: without numbers until something reads them."""
 
     keeper: Keeper
     number: int

@@ -188,8 +188,8 @@ class Leases:
             lease(tensor, self)
         count = sum(one.numel() for one in parameters.values())
         self._say(
-            f"devices keep {count / 1e6:.3g} M weights and their optimizer states; snapshots come up every "
-            f"{min(one.every for one in held.shards)} steps or more, and weights when they are read or saved"
+            f"devices keep {count / 1e6:.3g} M weights and their optimizer states; snapshots are fetched every "
+            f"{min(one.every for one in held.shards)} steps or more, weights when they are read or saved"
         )
         return held
 
@@ -412,7 +412,7 @@ class Leases:
         return held.lease.values(parameters, matrices, gradients=gradients)
 
     def _give(self, held: Held, number: int, gradient: torch.Tensor) -> None:
-        """Make a gradient a plain tensor, for whoever has hold of its stand-in."""
+        """Turn a gradient into a plain tensor, for code that holds its stand-in."""
         stand_in = held.generation.gradients[number]
         stand_in.numbers = gradient
         parameter = held.parameters[number]
@@ -430,9 +430,9 @@ class Leases:
         self._weights.touched()
 
     def recover(self, reason: str) -> None:
-        """Recover from devices that are gone: others keep what is lost and do what was logged, and the lease goes on.
+        """Recover from lost devices: others take over their shards and replay the log, and the lease goes on.
 
-        Where they cannot, it ends.
+        If they cannot, the lease ends.
         """
         with self._lock:
             held = self._held

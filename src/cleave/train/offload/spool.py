@@ -1,7 +1,7 @@
 # pyright: standard
 """Room for encoded matrices: in memory up to a budget, then in temporary files up to another.
 
-A file takes matrices until it has `FILE_BYTES`, then the next one begins; it goes when the last of its matrices is
+A file takes matrices until it has `FILE_BYTES`, then the next one begins. It is deleted when all of its matrices are
 freed. So what is freed roughly in the order in which it was stored takes little more room than what is left.
 """
 
