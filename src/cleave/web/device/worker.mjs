@@ -8,8 +8,8 @@ import { Kernel } from "./kernel.mjs";
 import { Session } from "./session.mjs";
 
 /**
- * @typedef {{url: string, token: string, name: string, memoryBytes: number, dataBytes: number, anyGpu: boolean}} Wish
- *   `dataBytes` is how much may travel, both ways together; with `anyGpu` a software adapter will do
+ * @typedef {{url: string, token: string, name: string, memoryBytes: number, anyGpu: boolean}} Wish
+ *   with `anyGpu` a software adapter will do
  * @typedef {{say: "join", wish: Wish} | {say: "leave", reason: string}} Order
  * @typedef {{tasks: number, flops: number, computeS: number, downBytes: number, upBytes: number}} Done
  * @typedef {{say: "state", state: "measuring" | "connecting" | "joined" | "waiting" | "away", text: string}
@@ -74,6 +74,7 @@ async function join(wanted) {
 
 /** @param {string} reason */
 function leave(reason) {
+  report();
   wish = null;
   clearTimeout(redial);
   if (session) session.leave(reason);
@@ -135,7 +136,6 @@ function report() {
   const done = { ...before };
   if (session) for (const name of /** @type {(keyof Done)[]} */ (Object.keys(done))) done[name] += session.done[name];
   tell({ say: "done", done, heldBytes: session?.heldBytes ?? 0, memoryBytes: wish.memoryBytes });
-  if (done.downBytes + done.upBytes > wish.dataBytes) leave("the data limit is reached");
 }
 
 /** @param {string} file */
