@@ -140,6 +140,9 @@ def test_a_browser_alone_does_every_task(
     assert close_to(losses(distribute(make("llama"), fleet, grain=grain)), plain)
     assert tasks_of_browsers(fleet) > 0
     page.wait_for_selector("#tasks:not(:text-is('0'))")
+    page.wait_for_selector("#accepted:not(:text-is('0 GFLOP'))")
+    if grain == "gemm":
+        page.wait_for_selector("#verified:not(:text-is('0 GFLOP'))")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 // The page of a device: one button, the volunteer's terms, and what the device does. The worker does the work.
 
 import { abilitiesOf, objection } from "./terms.mjs";
+import { tokenOf } from "./token.mjs";
 
 /** @typedef {import("./device/worker.mjs").Report} Report */
 /** @typedef {import("./device/worker.mjs").Done} Done */
@@ -99,7 +100,7 @@ function join() {
     say: "join",
     wish: {
       url: `${scheme}://${location.host}/ws`,
-      token: tokenOf(),
+      token: tokenOf(location.hash),
       name: nameOf(),
       memoryBytes: lentBytes,
       anyGpu: new URLSearchParams(location.search).has("any-gpu"),
@@ -146,6 +147,10 @@ function show(report) {
       get("speed").textContent = `${(report.flopsPerS / GB).toFixed(1)} GFLOP/s`;
       get("speed").title = report.kernel;
       break;
+    case "credit":
+      get("accepted").textContent = gigaflop(report.doneFlops);
+      get("verified").textContent = gigaflop(report.verifiedFlops);
+      break;
     case "idle": get("reason").textContent = `No work for this device now: ${report.reason}`; break;
     case "done": {
       const { flops, computeS } = report.done;
@@ -164,10 +169,10 @@ function show(report) {
 function note(own, done) {
   const before = total("tasks");
   doneBy.set(own, done);
-  const tasks = total("tasks"), gflop = total("flops") / GB;
+  const tasks = total("tasks");
   if (worker === own && tasks > before) get("reason").textContent = ""; // it said why there was no work
   get("tasks").textContent = tasks.toLocaleString();
-  get("flops").textContent = `${gflop.toLocaleString(undefined, { maximumFractionDigits: gflop < 10 ? 1 : 0 })} GFLOP`;
+  get("flops").textContent = gigaflop(total("flops"));
   get("down").textContent = megabytes(total("downBytes"));
   get("up").textContent = megabytes(total("upBytes"));
 }
@@ -238,11 +243,6 @@ function nameOf() {
   return `${system} ${browser === "Edg" ? "Edge" : browser}`.trim();
 }
 
-/** What follows # in the link: the token, and perhaps a fingerprint, which only native devices check. */
-function tokenOf() {
-  return decodeURIComponent(location.hash.slice(1)).split(".")[0];
-}
-
 // ------------------------------------------------------------------------------------------- the document
 
 /** @param {string} id */
@@ -268,6 +268,12 @@ function valueOf(id) {
  */
 function fill(id, choices, chosen, format) {
   for (const choice of choices) get(id).append(new Option(format(choice), String(choice), false, choice === chosen));
+}
+
+/** @param {number} flops */
+function gigaflop(flops) {
+  const giga = flops / GB;
+  return `${giga.toLocaleString(undefined, { maximumFractionDigits: giga < 10 ? 1 : 0 })} GFLOP`;
 }
 
 /** @param {number} bytes */

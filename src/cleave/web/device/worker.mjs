@@ -15,6 +15,7 @@ import { Session } from "./session.mjs";
  * @typedef {{say: "state", state: "measuring" | "connecting" | "joined" | "waiting" | "away", text: string}
  *   | {say: "measured", kernel: string, flopsPerS: number}
  *   | {say: "idle", reason: string}
+ *   | {say: "credit", doneFlops: number, verifiedFlops: number}
  *   | {say: "done", done: Done, heldBytes: number, memoryBytes: number}} Report
  */
 
@@ -96,6 +97,7 @@ function dial() {
     pause,
     welcomed: (given) => tell({ say: "state", state: "joined", text: `joined as ${given}` }),
     idle: (reason) => tell({ say: "idle", reason }),
+    credited: (doneFlops, verifiedFlops) => tell({ say: "credit", doneFlops, verifiedFlops }),
     ended: (how) => ended(link, own, how),
   });
   [session, socket] = [own, link];
