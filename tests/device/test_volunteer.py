@@ -18,9 +18,11 @@ import pytest
 from tests.support import virtual
 from tests.support.commands import command, environment
 
+from cleave.config import load_settings
 from cleave.device.join import serve
 from cleave.device.kernels import NumpyKernel
 from cleave.device.terms import Conditions, Heat, Sign, Terms
+from cleave.device.terms_file import TermsFile
 from cleave.device.transfers import Transfers
 from cleave.device.volunteer import Volunteer
 from cleave.device.worker import Contribution, Offer
@@ -369,6 +371,53 @@ def test_cleave_join_reads_its_terms_and_dials_nobody_while_they_are_violated(tm
         finally:
             joining.kill()
             joining.communicate()
+
+
+def test_terms_that_change_are_obeyed_within_seconds_and_terms_that_cannot_be_read_forbid(tmp_path: Path) -> None:
+    path = tmp_path / "terms.toml"
+
+    async def test() -> None:
+        world = device(Terms())
+
+        def load() -> Volunteer:
+            terms = load_settings(Terms, path if path.exists() else None, {})
+            return Volunteer(terms, lambda: world.now, lambda share: int(1000 * share))
+
+        file = world.volunteer.file = TermsFile(path, load)
+        file.read()
+        async with lent(world):
+            server, is_here = await world.joined(), True
+            for text, is_allowed in (
+                ("run_on_batteries = false", True),
+                ("max_bytes_sec_up = 1e6", True),
+                ("start_hour = 1\nend_hour = 2", False),
+                ("start_hour = 1\nend_hours = 2", False),
+                ("ram_max_used_busy_frac = 0.5\nram_max_used_idle_frac = 0.5", True),
+                ("run_if_user_active = false", True),
+                (None, True),
+            ):
+                if text is None:
+                    path.unlink()
+                else:
+                    path.write_text(text)
+                if is_here:
+                    async with asyncio.timeout(OBEYED_S):
+                        leaving = (await server.receive()).message
+                    assert leaving == messages.Leaving(reason="its owner's terms: revised")
+                    await until_closed(server)
+                is_here = is_allowed
+                if is_here:
+                    server = await world.joined()
+                else:
+                    await world.stays_away()
+        told = "\n".join(world.told)
+        assert "your terms: run_on_batteries = false" in told
+        assert "01:00 to 02:00" in told
+        assert "end_hours" in told
+        assert world.told[-3].endswith("none")
+        assert [hello.memory_bytes for hello in world.hellos[-3:]] == [500, 1000, 1000]
+
+    in_virtual_time(test())
 
 
 def test_without_terms_nothing_is_observed() -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import http.client
+import subprocess
 import threading
+import urllib.request
 from collections.abc import Iterator
 from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from tests.support.commands import command, environment
 
+from cleave.cli.main import main
 from cleave.report.viewing import viewer
 from cleave.run_files import EVENTS
 
@@ -52,3 +56,31 @@ def test_a_log_that_is_gone_is_said_and_no_traceback(
     (tmp_path / EVENTS).unlink()
     assert get(server, "/api/events")[0] == 404
     assert "Traceback" not in capsys.readouterr().err
+
+
+def test_a_mistake_is_one_sentence_that_says_what_to_do(
+    server: ThreadingHTTPServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for arguments, fact in (
+        (["nowhere", "--dir", str(tmp_path)], "nowhere"),
+        ([str(tmp_path / EVENTS), "--port", "70000"], "65535"),
+        ([str(tmp_path / EVENTS), "--port", str(server.server_port)], str(server.server_port)),
+    ):
+        assert main(["view", *arguments]) == 2
+        (sentence,) = capsys.readouterr().err.splitlines()
+        assert fact in sentence
+
+
+def test_the_command_says_where_and_answers_there(tmp_path: Path) -> None:
+    (tmp_path / EVENTS).write_bytes(LOG)
+    viewing = subprocess.Popen(
+        command("view", str(tmp_path / EVENTS)), env=environment(tmp_path), stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert viewing.stdout is not None
+        address = next(word for word in viewing.stdout.readline().split() if word.startswith("http://"))
+        with urllib.request.urlopen(f"{address}api/events", timeout=30) as answer:
+            assert answer.read() == LOG
+    finally:
+        viewing.kill()
+        viewing.communicate()

@@ -76,6 +76,7 @@ def one_of_each() -> dict[str, Frame]:
         "refused": (Refused(reason="wrong or missing token"), b""),
         "probe": (Probe(answer=2, payload=8), bytes(range(8))),
         "probe-without-payload": (Probe(answer=0), b""),
+        "heartbeat": (Probe(answer=0, done_flops=3e9, verified_flops=1e9), b""),
         "probed": (Probed(down_s=0.125, payload=2), bytes(2)),
         "store": stored(17, square, "bf16", 0, 2),
         "store-a-later-strip": stored(70_000, square, "fp32", 1, 2),

@@ -110,6 +110,7 @@ programs: st.SearchStrategy[Program] = st.one_of(
 _BY_TYPE: dict[object, st.SearchStrategy[object]] = {
     int: integers,
     float: numbers,
+    float | msgspec.UnsetType: st.one_of(numbers, st.just(msgspec.UNSET)),
     str: texts,
     bool: st.booleans(),
     WireFormat: st.sampled_from(FORMATS),
@@ -151,7 +152,7 @@ ONE_OF_EACH: tuple[AnyMessage, ...] = (
     messages.Leaving(reason="stopped by its owner"),
     messages.Welcome(version=messages.VERSION, name="phône-2"),
     messages.Refused(reason="wrong token"),
-    messages.Probe(answer=16, payload=64),
+    messages.Probe(answer=16, payload=64, done_flops=3e9, verified_flops=1e9),
     messages.Store(operand=300, rows=2, cols=3, format="q8", first_row=0, strip_rows=2, payload=10),
     messages.RunTask(
         task=7,

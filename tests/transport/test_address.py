@@ -120,3 +120,9 @@ def test_the_link_for_browsers_has_the_token_where_no_server_sees_it(url: str, s
     assert (link.scheme, link.netloc, link.path) == (scheme, url.partition("//")[2], "/join")
     assert unquote(link.fragment) == token
     assert not link.query
+
+
+@pytest.mark.parametrize("url", ["ws://192.168.1.20:7077", "wss://train.example.org:443"])
+def test_a_native_device_joins_by_the_link_for_browsers_too(url: str) -> None:
+    address = parse_address(join_page(url, "token"))
+    assert (address.url, address.token) == (f"{url}/ws", "token")

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
 CHROMIUM = shutil.which("chromium")
+ELSEWHERE = "server.test"
+"""This machine, by a name of which browsers do not know that it is this machine."""
 _FLAGS = (
     "--no-sandbox",
     "--disable-quic",
@@ -21,6 +24,7 @@ _FLAGS = (
     "--disable-component-update",
     "--disable-sync",
     "--enable-unsafe-webgpu",
+    f"--host-resolver-rules=MAP {ELSEWHERE} 127.0.0.1",
 )
 GUARD_MS = 120_000
 
@@ -40,12 +44,33 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser) -> Iterator[Page]:
-    """A page that must not report an error in its console."""
-    context = browser.new_context()
+    """A page that must not report an error in its console, nor ask any other machine for anything."""
+    context = browser.new_context(ignore_https_errors=True)
     context.set_default_timeout(GUARD_MS)
-    opened, errors = context.new_page(), list[str]()
+    opened, errors, hosts = context.new_page(), list[str](), set[str | None]()
+    context.on("request", lambda request: hosts.add(urlsplit(request.url).hostname))
     opened.on("console", lambda message: errors.append(message.text) if message.type == "error" else None)
     opened.on("pageerror", lambda fault: errors.append(str(fault)))
     yield opened
     context.close()
     assert not errors
+    assert hosts <= {"127.0.0.1", ELSEWHERE, None}, "None: pages without an address"
+
+
+def by_keyboard(page: Page) -> list[str]:
+    """Press Tab through the whole page; return the ids or orders of what got the focus, which must be visible."""
+    reached = list[str]()
+    while True:
+        page.keyboard.press("Tab")
+        found = page.evaluate(
+            """() => {
+                const focused = document.activeElement, style = getComputedStyle(focused);
+                if (focused === document.body) return null;
+                return [focused.dataset.order || focused.id || focused.className, style.outlineStyle];
+            }"""
+        )
+        if found is None or found[0] in reached:
+            return reached
+        name, outline = found
+        assert outline != "none", f"nobody sees that {name} has the focus"
+        reached.append(name)

@@ -206,6 +206,17 @@ test("a window beyond all rows is as good as none", async () => {
   assert.deepEqual(found[0], found[1]);
 });
 
+test("passes on what the server credits this device with, and survives servers that do not say", async () => {
+  /** @type {number[][]} */
+  const credits = [];
+  const played = new Played(kernel, {}, { credited: (done, verified) => credits.push([done, verified]) });
+  played.welcome();
+  for (const name of ["probe-without-payload", "heartbeat"]) played.play(casesOf("messages").find((one) => one.name === name));
+  await played.settle();
+  assert.equal(played.answers.length, 2);
+  assert.deepEqual(credits, [[3e9, 1e9]]);
+});
+
 test("answers a probe between many small tasks", async () => {
   let seconds = 0, isAsked = false;
   const pause = async () => {

@@ -13,6 +13,7 @@ import pytest
 import torch
 from tests.support.models import make, tokens
 from tests.web.accessibility import complaints
+from tests.web.conftest import by_keyboard
 
 from cleave import Fleet, distribute, events
 from cleave.events import EventLog
@@ -129,7 +130,7 @@ def test_a_live_run_is_followed_by_administrators_only(page: Page, tmp_path: Pat
     write(STARTED)
     with Fleet("127.0.0.1:0", token="", keys=keys, directory=tmp_path) as fleet:
         address = fleet.url.replace("ws://", "http://", 1)
-        page.goto(f"{address}/#{admin}")
+        page.goto(f"{address}/#{admin}.{'a' * 22}")  # as in a join command, with the certificate's fingerprint
         page.wait_for_selector("#state:text-is('Live')")
         write(step(1))
         page.wait_for_selector(f"#figures:has-text('1 of {STEPS}')")
@@ -157,6 +158,7 @@ def test_the_latest_step_and_its_plan_are_drawn(grain: Literal["gemm", "resident
         assert page.locator("#timeline rect").count() > 3
         page.wait_for_selector("#plan rect")
         assert page.is_hidden("#orders"), "nobody showed a token"
+        assert by_keyboard(page) == ["scroll", "events"], "what scrolls must do so by keyboard, too"
         page.goto("about:blank")
 
 
@@ -168,7 +170,11 @@ def test_an_administrator_pauses_and_resumes_a_device(page: Page, tmp_path: Path
         fleet.start_devices(1)
         fleet.wait(1)
         page.goto(f"{fleet.url.replace('ws://', 'http://', 1)}/#{admin}")
-        page.click("[data-order=pause]:enabled")
+        page.wait_for_selector("[data-order=pause]:enabled")
+        orders = ["pause", "drain", "ban"]
+        assert by_keyboard(page) == ["scroll", "order-device", *orders, "events"], "whatever can be used"
+        page.focus("[data-order=pause]")
+        page.keyboard.press("Enter")
         page.wait_for_selector("#order-device option:has-text('(paused)')", state="attached")
         assert not fleet.devices
         page.click("[data-order=resume]:enabled")

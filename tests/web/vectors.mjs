@@ -66,7 +66,8 @@ export class Played {
   /**
    * @param {Kernel} kernel
    * @param {{name?: string, memoryBytes?: number, flopsPerS?: number}} [offer]
-   * @param {{now?: () => number, pause?: () => Promise<void>}} [clock]
+   * @param {{now?: () => number, pause?: () => Promise<void>,
+   *   credited?: (done: number, verified: number) => void}} [clock]
    */
   constructor(kernel, { name = "d", memoryBytes = 1 << 20, flopsPerS = 1 } = {}, clock = {}) {
     const outside = {

@@ -10,7 +10,7 @@ import os
 import platform
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -117,7 +117,8 @@ def _run_join(options: argparse.Namespace) -> None:
         url=options.url or os.environ.get("CLEAVE_SERVER"),
         memory_bytes=options.memory,
         threads=options.threads,
-        terms=_terms(options),
+        terms=lambda: _terms(options),
+        terms_path=_terms_path(options),
         name=options.name,
         token=options.token,
         kernel=options.kernel,
@@ -180,12 +181,17 @@ def _lent(options: argparse.Namespace) -> list[str]:
     return [*given, "--not-on-batteries"] if options.not_on_batteries else given
 
 
-def _terms(options: argparse.Namespace) -> Terms:
+def _terms_path(options: argparse.Namespace) -> Path:
     from cleave import run_files
+
+    return options.terms or run_files.home() / "terms.toml"
+
+
+def _terms(options: argparse.Namespace) -> Terms:
     from cleave.config import load_settings
     from cleave.device.terms import Terms
 
-    usual = run_files.home() / "terms.toml"
+    path = _terms_path(options)
     overrides = {
         "run_on_batteries": False if options.not_on_batteries else None,
         "run_if_user_active": False if options.when_idle else None,
@@ -194,7 +200,7 @@ def _terms(options: argparse.Namespace) -> Terms:
         "max_bytes_sec_down": options.max_bytes_sec_down,
         "max_bytes_sec_up": options.max_bytes_sec_up,
     }
-    return load_settings(Terms, options.terms or (usual if usual.exists() else None), overrides)
+    return load_settings(Terms, path if options.terms or path.exists() else None, overrides)
 
 
 def run_join(
@@ -202,7 +208,8 @@ def run_join(
     url: str | None,
     memory_bytes: int | None,
     threads: int | None,
-    terms: Terms,
+    terms: Callable[[], Terms],
+    terms_path: Path,
     name: str | None,
     token: str | None,
     kernel: KernelChoice,
@@ -214,6 +221,7 @@ def run_join(
     from cleave.device import join, probe
     from cleave.device.conditions import observer
     from cleave.device.kernels import choose_kernel, unused_gpu
+    from cleave.device.terms_file import TermsFile
     from cleave.device.transfers import Transfers
     from cleave.device.volunteer import Volunteer
     from cleave.device.worker import Contribution, Offer
@@ -225,6 +233,7 @@ def run_join(
     if not url:
         raise InputError("expected the address of a server; copy the join command that the server prints")
     address = parse_address(url)
+    terms()  # to find mistakes now
     chosen = choose_kernel(kernel, threads)
     offer = Offer(
         name=name or platform.node() or "device",
@@ -232,16 +241,23 @@ def run_join(
         flops_per_s=probe.measure_flops_per_s(chosen),
         memory_bytes=probe.usable_memory_bytes(memory_bytes),
     )
-    rooms = {
-        1.0: offer.memory_bytes,
-        **{
-            share: probe.usable_memory_bytes(int(memory.total_bytes() * share), name)
-            for name, share in terms.limits.items()
-            if name.startswith("ram_max_used")
-        },
-    }
-    transfers = Transfers(run_files.home()) if terms.daily_xfer_limit_mb else None
-    volunteer = Volunteer(terms, observer(terms), rooms.__getitem__, transfers)
+
+    def volunteer_now() -> Volunteer:
+        now = terms()
+        rooms = {
+            1.0: offer.memory_bytes,
+            **{
+                share: probe.usable_memory_bytes(int(memory.total_bytes() * share), name)
+                for name, share in now.limits.items()
+                if name.startswith("ram_max_used")
+            },
+        }
+        transfers = Transfers(run_files.home()) if now.daily_xfer_limit_mb else None
+        return Volunteer(now, observer(now), rooms.__getitem__, transfers)
+
+    file = TermsFile(terms_path, volunteer_now)
+    volunteer = file.read()
+    volunteer.file = file
     contribution = Contribution()
     with (
         join_report.shown(
@@ -256,8 +272,8 @@ def run_join(
     ):
         if kernel == "auto" and (hint := unused_gpu(chosen)):
             say(hint)
-        if terms.limits:
-            say(f"your terms: {', '.join(f'{name} = {str(value).lower()}' for name, value in terms.limits.items())}")
+        if volunteer.terms.limits:
+            say(f"your terms: {volunteer.terms}")
         gc.freeze()  # exempt everything loaded so far from collection
         gc.set_threshold(50_000)
         serving = join.serve(address, chosen, offer, contribution, say, wait_s, volunteer)

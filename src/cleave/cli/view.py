@@ -10,6 +10,8 @@ from pathlib import Path
 from cleave.cli.arguments import AddVerb
 from cleave.errors import InputError
 
+_LAST_PORT = 65535
+
 
 def add_to(add: AddVerb) -> None:
     verb = add(
@@ -34,6 +36,8 @@ def _run_view(options: argparse.Namespace) -> None:
     from cleave.run_files import EVENTS
     from cleave.runs.reading import find_run
 
+    if not 0 <= options.port <= _LAST_PORT:
+        raise InputError(f"expected a --port of at most {_LAST_PORT}, or 0 for any free one, got {options.port}")
     given = Path(options.name) if options.name else None
     if given is not None and given.is_file():
         events = given
@@ -43,8 +47,8 @@ def _run_view(options: argparse.Namespace) -> None:
         raise InputError(f"expected an event log at {events}, but there is none; see cleave runs list")
     try:
         server = viewer(events, options.port)
-    except (OSError, OverflowError) as fault:
-        raise InputError(f"cannot answer on port {options.port}: {fault}; choose another --port") from None
+    except OSError as fault:
+        raise InputError(f"cannot answer on port {options.port}: {fault.strerror}; choose another --port") from None
     with server:
         sys.stdout.write(f"{events.parent.name}: open http://127.0.0.1:{server.server_port}/ ; press Ctrl-C to stop\n")
         sys.stdout.flush()

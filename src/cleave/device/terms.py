@@ -60,6 +60,9 @@ class Terms:
             if getattr(self, field.name) != field.default
         }
 
+    def __str__(self) -> str:
+        return ", ".join(f"{name} = {str(value).lower()}" for name, value in self.limits.items()) or "none"
+
     @property
     def depends_on_user(self) -> bool:
         return not self.run_if_user_active or self.ram_max_used_busy_frac != self.ram_max_used_idle_frac

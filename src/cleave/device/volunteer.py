@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from cleave.device.terms import Conditions, Objection, Terms, memory_share, objection
+from cleave.device.terms_file import TermsFile
 from cleave.device.transfers import Transfers
+from cleave.errors import InputError
 from cleave.transport.base import Channel
 from cleave.transport.shaped import Link
 
@@ -35,6 +37,8 @@ class Volunteer:
     """Maps a share of this machine's memory to the bytes for operands that stay within it."""
     transfers: Transfers | None = None
     """Counts for the daily limit, if there is one."""
+    file: TermsFile[Volunteer] | None = None
+    """Where the terms come from, if they may change; read in a thread, and during no stay."""
     paused: str = ""
     """Why this machine does not compute now; empty while it may."""
     _told: str = ""
@@ -57,8 +61,9 @@ class Volunteer:
         clock = asyncio.get_running_loop().time
         held_since_s = clock() if self.paused else -math.inf
         while True:
+            found = await self._revise(say)
             now = await self._look()
-            found = objection(self.terms, now, is_computing=not self.paused)
+            found = found or objection(self.terms, now, is_computing=not self.paused)
             if found is not None:
                 held_since_s = clock()
                 self.pause(found, say)
@@ -74,10 +79,12 @@ class Volunteer:
     async def until_violated(self, channel: Channel) -> Objection:
         """Wait until the terms no longer hold during a stay over `channel`, and count what it moves."""
         counted_bytes = 0
-        if not self.terms.limits:
+        if not self.terms.limits and self.file is None:
             await asyncio.Event().wait()
         try:
             while True:
+                if self.file is not None and self.file.has_changed:
+                    return Objection("revised", "the terms were changed; rejoining on the new ones")
                 counted_bytes += self._count(channel.moved_bytes - counted_bytes)
                 now = await self._look()
                 found = objection(self.terms, now) or self._other_memory(now)
@@ -96,6 +103,19 @@ class Volunteer:
         if found.term != self._told:
             say(f"paused: {found.text} ({found.term})")
         self._told = found.term
+
+    async def _revise(self, say: Callable[[str], None]) -> Objection | None:
+        """Take the terms as their file has them now; object while they cannot be read."""
+        if self.file is None or not self.file.has_changed:
+            return None
+        try:
+            new = await asyncio.to_thread(self.file.read)
+        except InputError as fault:
+            return Objection("unreadable", str(fault))
+        self.terms, self.observe, self.memory_bytes = new.terms, new.observe, new.memory_bytes
+        self.transfers = new.transfers
+        say(f"your terms: {self.terms}")
+        return None
 
     async def _look(self) -> Conditions:
         if not self.terms.limits:

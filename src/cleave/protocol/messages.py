@@ -112,6 +112,10 @@ class Probe(Message, frozen=True, kw_only=True):
     """Measure the link: send a payload down and request `answer` bytes back."""
 
     answer: int
+    done_flops: float | msgspec.UnsetType = msgspec.UNSET
+    """Operations of results accepted from this device so far, as the server counts them; its owner may want to know."""
+    verified_flops: float | msgspec.UnsetType = msgspec.UNSET
+    """Those of them that were verified on arrival."""
 
 
 class Store(Message, frozen=True, kw_only=True):

@@ -236,7 +236,9 @@ class Connection:
             self._post(DeviceMoved(self.device))
         if self._probed_at is None:
             self._probed_at = time.perf_counter()
-            self._outbox.put_urgent(messages.Probe(answer=0))
+            self._outbox.put_urgent(
+                messages.Probe(answer=0, done_flops=member.done_flops, verified_flops=member.verified_flops)
+            )
         self._explain_idleness()
 
     def _judge_silence(self, beat_s: float) -> None:

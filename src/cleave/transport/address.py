@@ -25,6 +25,8 @@ PIN_BYTES = 16
 _PLAIN_TOKEN = re.compile(r"[A-Za-z0-9_-]+")
 _PIN = re.compile(r"[A-Za-z0-9_-]{22}")
 _FINGERPRINT = re.compile(r"sha256:[0-9a-fA-F]{64}")
+_PAGE = "/join"
+"""Ends the link for browsers, which people pass on to programs, too."""
 _SCHEMES = {"ws": "ws", "wss": "wss", "http": "ws", "https": "wss", "cleave": "ws"}
 _EXPECTED = "expected the address of a server such as 192.168.1.20:7077 or wss://192.168.1.20:7077, got {!r}"
 
@@ -55,7 +57,8 @@ def parse_address(text: str) -> Address:
         raise InputError(f"{_EXPECTED.format(bare)}; copy the join command that the server prints") from None
     if parts.scheme not in _SCHEMES or not parts.hostname or not port:
         raise InputError(f"{_EXPECTED.format(bare)}; copy the join command that the server prints")
-    path = parts.path.rstrip("/") or "/ws"
+    path = parts.path.rstrip("/")
+    path = "/ws" if path in ("", _PAGE) else path
     return Address(url=urlunsplit((_SCHEMES[parts.scheme], parts.netloc, path, "", pin)), token=token)
 
 
@@ -76,7 +79,7 @@ def join_command(url: str, token: str) -> str:
 def join_page(url: str, token: str) -> str:
     """Format the link of the page that makes a browser a device. A browser checks certificates itself, so no pin."""
     scheme, _, rest = url.partition("#")[0].partition("://")
-    return f"{'https' if scheme == 'wss' else 'http'}://{rest}/join" + (f"#{quote(token, safe='')}" if token else "")
+    return f"{'https' if scheme == 'wss' else 'http'}://{rest}{_PAGE}" + (f"#{quote(token, safe='')}" if token else "")
 
 
 def _parse_secret(secret: str, bare: str) -> tuple[str, str]:

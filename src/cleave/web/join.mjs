@@ -1,9 +1,12 @@
 // The page of a device: one button, the volunteer's terms, and what the device does. The worker does the work.
 
 import { abilitiesOf, objection } from "./terms.mjs";
+import { tokenOf } from "./token.mjs";
 
 /** @typedef {import("./device/worker.mjs").Report} Report */
+/** @typedef {import("./device/worker.mjs").Done} Done */
 /** @typedef {{charging: boolean, addEventListener: (event: string, act: () => void) => void}} Battery */
+/** @typedef {{released: boolean, release: () => Promise<void>}} WakeLock */
 
 const GB = 1e9;
 const MEMORY_GB = [0.25, 0.5, 1, 2, 3];
@@ -14,13 +17,16 @@ const isPhone = matchMedia("(pointer: coarse)").matches;
 /** @type {Worker | null} */
 let worker = null;
 let isWanted = false;
-/** @type {{release: () => Promise<void>} | null} */
+/** @type {WakeLock | null} */
 let wakeLock = null;
+let isAskingToStayAwake = false;
+let lentBytes = 0;
+/** @type {Map<Worker, Done>} What each worker of this page did: one ends whenever the device leaves. */
+const doneBy = new Map();
 
 const button = /** @type {HTMLButtonElement} */ (get("button"));
 get("server").textContent = location.host;
 get("name").textContent = nameOf();
-get("plugged-row").hidden = battery !== null;
 get("saving-row").hidden = !connection?.saveData;
 get("tls").hidden = isSecureContext;
 fill("memory-choice", MEMORY_GB, defaultMemory(), (gb) => (gb < 1 ? `${1000 * gb} MB` : `${gb} GB`));
@@ -44,7 +50,8 @@ button.addEventListener("click", () => {
 });
 document.addEventListener("visibilitychange", obey);
 battery?.addEventListener("chargingchange", obey);
-get("form").addEventListener("change", obey);
+connection?.addEventListener?.("change", obey);
+addEventListener("change", obey); // of a term
 addEventListener("pagehide", () => worker?.postMessage({ say: "leave", reason: "its page was closed" }));
 obey();
 
@@ -56,16 +63,20 @@ function obey() {
       saysPlugged: isChecked("says-plugged"),
       inBackground: isChecked("in-background"),
       evenSavingData: isChecked("even-saving"),
+      dataBytes: GB * Number(valueOf("data-choice")),
     },
     {
       isCharging: battery?.charging ?? null,
       isVisible: document.visibilityState === "visible",
       savesData: connection?.saveData ?? null,
+      movedBytes: total("downBytes") + total("upBytes"),
     },
   );
-  const isWorking = worker !== null;
-  if (isWanted && !why && !isWorking) join();
-  else if (isWorking && (!isWanted || why)) leave(why ?? "stopped by its owner");
+  if (worker && (!isWanted || why)) leave(why ?? "stopped by its owner");
+  else if (worker && lentBytes !== chosenBytes()) leave("its owner lends another amount of memory from now on");
+  if (isWanted && !why && !worker) join();
+  if (worker) void stayAwake();
+  get("plugged-row").hidden = battery !== null || !isChecked("only-charging");
   button.disabled = !isWanted && why !== null;
   button.textContent = isWanted ? "Stop" : "Lend this device";
   button.classList.toggle("stop", isWanted);
@@ -76,25 +87,26 @@ function obey() {
 function join() {
   const own = worker = new Worker(new URL("./device/worker.mjs", import.meta.url), { type: "module" });
   own.addEventListener("message", ({ data }) => {
-    if (worker === own) show(/** @type {Report} */ (data)); // a former one may still say that it left
+    const report = /** @type {Report} */ (data);
+    if (report.say === "done") note(own, report.done);
+    if (worker === own) show(report); // a former one may still say that it left
   });
   own.addEventListener("error", ({ message }) => {
     if (worker === own) end(`this browser cannot run the device: ${message}`);
   });
   const scheme = location.protocol === "https:" ? "wss" : "ws";
+  lentBytes = chosenBytes();
   worker.postMessage({
     say: "join",
     wish: {
       url: `${scheme}://${location.host}/ws`,
-      token: tokenOf(),
+      token: tokenOf(location.hash),
       name: nameOf(),
-      memoryBytes: GB * Number(valueOf("memory-choice")),
-      dataBytes: GB * Number(valueOf("data-choice")),
+      memoryBytes: lentBytes,
       anyGpu: new URLSearchParams(location.search).has("any-gpu"),
     },
   });
   get("reason").textContent = "";
-  void stayAwake();
 }
 
 /**
@@ -135,17 +147,46 @@ function show(report) {
       get("speed").textContent = `${(report.flopsPerS / GB).toFixed(1)} GFLOP/s`;
       get("speed").title = report.kernel;
       break;
+    case "credit":
+      get("accepted").textContent = gigaflop(report.doneFlops);
+      get("verified").textContent = gigaflop(report.verifiedFlops);
+      break;
     case "idle": get("reason").textContent = `No work for this device now: ${report.reason}`; break;
     case "done": {
-      const { tasks, flops, computeS, downBytes, upBytes } = report.done;
-      get("tasks").textContent = tasks.toLocaleString();
-      get("flops").textContent = `${(flops / GB).toLocaleString(undefined, { maximumFractionDigits: 0 })} GFLOP`;
+      const { flops, computeS } = report.done;
       if (computeS > 1) get("speed").textContent = `${(flops / computeS / GB).toFixed(1)} GFLOP/s`;
-      get("down").textContent = megabytes(downBytes);
-      get("up").textContent = megabytes(upBytes);
       get("memory").textContent = `${megabytes(report.heldBytes)} of ${megabytes(report.memoryBytes)}`;
+      obey(); // the data limit
     }
   }
+}
+
+/**
+ * Add what a worker did to what the others did.
+ * @param {Worker} own
+ * @param {Done} done
+ */
+function note(own, done) {
+  const before = total("tasks");
+  doneBy.set(own, done);
+  const tasks = total("tasks");
+  if (worker === own && tasks > before) get("reason").textContent = ""; // it said why there was no work
+  get("tasks").textContent = tasks.toLocaleString();
+  get("flops").textContent = gigaflop(total("flops"));
+  get("down").textContent = megabytes(total("downBytes"));
+  get("up").textContent = megabytes(total("upBytes"));
+}
+
+/**
+ * What this page did since it was opened.
+ * @param {keyof Done} what
+ */
+function total(what) {
+  return [...doneBy.values()].reduce((sum, done) => sum + done[what], 0);
+}
+
+function chosenBytes() {
+  return GB * Number(valueOf("memory-choice"));
 }
 
 /**
@@ -157,13 +198,19 @@ function setState(state, text) {
   get("state").textContent = text;
 }
 
+/** Keep the screen on, again whenever the browser gave that up: it does while the page is hidden. */
 async function stayAwake() {
+  if (isAskingToStayAwake || (wakeLock && !wakeLock.released) || document.visibilityState !== "visible") return;
+  isAskingToStayAwake = true;
   try {
-    const lock = await /** @type {any} */ (navigator).wakeLock?.request("screen");
+    /** @type {WakeLock | null} */
+    const lock = (await /** @type {any} */ (navigator).wakeLock?.request("screen")) ?? null;
     if (worker) wakeLock = lock;
     else void lock?.release();
   } catch {
     // refused, for example with little battery; the page works without
+  } finally {
+    isAskingToStayAwake = false;
   }
 }
 
@@ -178,7 +225,7 @@ async function batteryOf() {
   }
 }
 
-/** @returns {Promise<{saveData: boolean} | null>} */
+/** @returns {Promise<{saveData: boolean, addEventListener?: (event: string, act: () => void) => void} | null>} */
 async function connectionOf() {
   const found = /** @type {any} */ (navigator).connection;
   return typeof found?.saveData === "boolean" ? found : null;
@@ -194,11 +241,6 @@ function nameOf() {
   const [, system] = /(Android|iPhone|iPad|Windows|Mac|CrOS|Linux)/.exec(agent) ?? ["", "browser"];
   const [, browser] = /(Firefox|Edg|Chrome|Safari)/.exec(agent) ?? ["", ""];
   return `${system} ${browser === "Edg" ? "Edge" : browser}`.trim();
-}
-
-/** What follows # in the link: the token, and perhaps a fingerprint, which only native devices check. */
-function tokenOf() {
-  return decodeURIComponent(location.hash.slice(1)).split(".")[0];
 }
 
 // ------------------------------------------------------------------------------------------- the document
@@ -228,9 +270,15 @@ function fill(id, choices, chosen, format) {
   for (const choice of choices) get(id).append(new Option(format(choice), String(choice), false, choice === chosen));
 }
 
+/** @param {number} flops */
+function gigaflop(flops) {
+  const giga = flops / GB;
+  return `${giga.toLocaleString(undefined, { maximumFractionDigits: giga < 10 ? 1 : 0 })} GFLOP`;
+}
+
 /** @param {number} bytes */
 function megabytes(bytes) {
-  return bytes < GB ? `${(bytes / 1e6).toFixed(bytes < 1e7 ? 1 : 0)} MB` : `${(bytes / GB).toFixed(2)} GB`;
+  return bytes < GB ? `${(bytes / 1e6).toFixed(bytes < 1e7 ? 1 : 0)} MB` : `${Number((bytes / GB).toFixed(2))} GB`;
 }
 
 /** @param {string} text */

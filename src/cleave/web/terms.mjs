@@ -2,9 +2,10 @@
 
 /**
  * What the browser says about this device; null where it does not say.
- * @typedef {{isCharging: boolean | null, isVisible: boolean, savesData: boolean | null}} Conditions
- * @typedef {{onlyCharging: boolean, saysPlugged: boolean, inBackground: boolean, evenSavingData: boolean}} Terms
- *   `saysPlugged` is the owner's word where the browser cannot tell
+ * `movedBytes` is what this page received and sent since it was opened.
+ * @typedef {{isCharging: boolean | null, isVisible: boolean, savesData: boolean | null, movedBytes: number}} Conditions
+ * @typedef {{onlyCharging: boolean, saysPlugged: boolean, inBackground: boolean, evenSavingData: boolean,
+ *   dataBytes: number}} Terms  `saysPlugged` is the owner's word where the browser cannot tell
  */
 
 /**
@@ -18,9 +19,10 @@ export function objection(terms, conditions) {
   if (terms.onlyCharging) {
     if (conditions.isCharging === false) return "this device runs on its battery";
     if (conditions.isCharging === null && !terms.saysPlugged)
-      return "this browser does not say whether the device is plugged in; say so below, or untick \"Only while plugged in\"";
+      return "this browser does not say whether the device is plugged in; tick that it is, or untick \"Only while plugged in\"";
   }
   if (conditions.savesData && !terms.evenSavingData) return "this browser is set to save data";
+  if (conditions.movedBytes >= terms.dataBytes) return "the data limit is reached; raise it to go on";
   return null;
 }
 

@@ -1,6 +1,7 @@
 // The dashboard: follows a run's events, and asks the server what its fleet is doing.
 
 import { drawLines, drawTiling, drawTimeline, number } from "./view/charts.mjs";
+import { tokenOf } from "./token.mjs";
 import { History } from "./view/history.mjs";
 
 const ASK_MS = 2000;
@@ -9,7 +10,7 @@ const MOST_ROWS = 200;
 const MOST_LINES = 200;
 
 let history = new History();
-let token = decodeURIComponent(location.hash.slice(1));
+let token = tokenOf(location.hash);
 let isDirty = true;
 let isLive = true;
 /** @type {any} */
@@ -23,7 +24,7 @@ let advice = null;
 
 get("ask").addEventListener("submit", (event) => {
   event.preventDefault();
-  token = /** @type {HTMLInputElement} */ (get("token")).value.trim();
+  token = tokenOf(`#${/** @type {HTMLInputElement} */ (get("token")).value.trim()}`);
   get("ask").hidden = true;
   void follow();
 });
@@ -125,7 +126,7 @@ function ask(path, options = {}) {
  */
 async function order(what) {
   const device = /** @type {HTMLSelectElement} */ (get("order-device")).value;
-  const to = what === "revoke" ? tokenOf(device) : device;
+  const to = what === "revoke" ? tokenIdOf(device) : device;
   if (what === "ban" && !confirm(`Ban ${device} for the rest of this run?`)) return;
   if (what === "revoke" && !confirm(`Revoke the token of ${device}, and disconnect every device that joined with it?`)) return;
   const answer = await ask("/api/orders", { method: "POST", body: JSON.stringify({ do: what, to }) }).catch(() => null);
@@ -135,7 +136,7 @@ async function order(what) {
 }
 
 /** @param {string} device */
-function tokenOf(device) {
+function tokenIdOf(device) {
   return status?.devices.find((/** @type {any} */ one) => one.device === device)?.token ?? "";
 }
 
@@ -205,7 +206,7 @@ function fleet() {
     rows = devices.map((one) => [
       one.device, one.trust, one.kernel, giga(one.flops_per_s), rate(one.down_bytes_per_s), rate(one.up_bytes_per_s),
       `${Math.round((100 * one.done_flops) / all)}%`, one.tasks.toLocaleString(), `${giga(one.verified_flops)} GFLOP`,
-      String(one.wrong), one.is_late ? "late" : one.is_leaving ? "leaves after this step" : one.idle_reason || "working",
+      String(one.wrong), one.is_late ? "late" : one.is_leaving ? "leaves after this step" : one.idle_reason || (one.tasks ? "working" : "no work yet"),
     ]);
   } else {
     rows = [...history.devices].map(([name, { event, isHere }]) => [
@@ -238,7 +239,7 @@ function orders() {
   }
   for (const button of get("order-buttons").querySelectorAll("button")) {
     const isPaused = away.includes(choice.value), what = button.dataset.order;
-    button.disabled = !choice.value || isPaused !== (what === "resume") || (what === "revoke" && !tokenOf(choice.value));
+    button.disabled = !choice.value || isPaused !== (what === "resume") || (what === "revoke" && !tokenIdOf(choice.value));
   }
 }
 

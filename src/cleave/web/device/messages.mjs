@@ -13,11 +13,12 @@ export const VERSION = 4;
 export const HEADER_BYTES = 1 << 16;
 export const PAYLOAD_BYTES = 1 << 26;
 export const PART_BYTES = 4 << 20;
+const CREDIT = { least: 0, most: 1e30 };
 
 /**
  * @typedef {{type: "welcome", version: number, name: string}
  *   | {type: "refused", reason: string}
- *   | {type: "probe", answer: number}
+ *   | {type: "probe", answer: number, doneFlops: number | null, verifiedFlops: number | null}
  *   | {type: "store", operand: number, rows: number, cols: number, format: Format, firstRow: number, stripRows: number}
  *   | {type: "run", task: number, priority: number, program: Program, format: Format}
  *   | {type: "drop", operands: number[]}
@@ -48,7 +49,12 @@ function parseMessage(fields) {
   switch (type) {
     case "welcome": return { type, version: fields.integer("version"), name: printable(fields.text("name")) };
     case "refused": return { type, reason: printable(fields.text("reason")) };
-    case "probe": return { type, answer: fields.integer("answer") };
+    case "probe": return {
+      type,
+      answer: fields.integer("answer"),
+      doneFlops: fields.has("done_flops") ? fields.number("done_flops", CREDIT) : null,
+      verifiedFlops: fields.has("verified_flops") ? fields.number("verified_flops", CREDIT) : null,
+    };
     case "store":
       return {
         type,

@@ -16,6 +16,7 @@ import { Store } from "./store.mjs";
  * @typedef {{name: string, token: string, flopsPerS: number, memoryBytes: number}} Offer
  * @typedef {{send: (bytes: Uint8Array) => void, unsentBytes: () => number, now: () => number,
  *   pause: () => Promise<void>, welcomed: (name: string) => void, idle: (reason: string) => void,
+ *   credited?: (doneFlops: number, verifiedFlops: number) => void,
  *   ended: (how: Ending) => void}} Outside  `pause` lets messages in; `now` is in seconds
  * @typedef {{reason: string, rejoin: boolean, isRefused: boolean}} Ending
  * @typedef {{order: number, message: Extract<FromServer, {type: "run"}>, task: Task}} Active
@@ -117,6 +118,7 @@ export class Session {
         `expected a probe of at most ${messages.PAYLOAD_BYTES} bytes, got ${message.answer}`,
       );
       this.#send(messages.probed(message.answer, arrivalS), new Uint8Array(message.answer));
+      if (message.doneFlops !== null) this.outside.credited?.(message.doneFlops, message.verifiedFlops ?? 0);
       return;
     }
     this.#waiting.push({ message, payload: joined(this.#parts, payload) });

@@ -8,13 +8,14 @@ import { Kernel } from "./kernel.mjs";
 import { Session } from "./session.mjs";
 
 /**
- * @typedef {{url: string, token: string, name: string, memoryBytes: number, dataBytes: number, anyGpu: boolean}} Wish
- *   `dataBytes` is how much may travel, both ways together; with `anyGpu` a software adapter will do
+ * @typedef {{url: string, token: string, name: string, memoryBytes: number, anyGpu: boolean}} Wish
+ *   with `anyGpu` a software adapter will do
  * @typedef {{say: "join", wish: Wish} | {say: "leave", reason: string}} Order
  * @typedef {{tasks: number, flops: number, computeS: number, downBytes: number, upBytes: number}} Done
  * @typedef {{say: "state", state: "measuring" | "connecting" | "joined" | "waiting" | "away", text: string}
  *   | {say: "measured", kernel: string, flopsPerS: number}
  *   | {say: "idle", reason: string}
+ *   | {say: "credit", doneFlops: number, verifiedFlops: number}
  *   | {say: "done", done: Done, heldBytes: number, memoryBytes: number}} Report
  */
 
@@ -74,6 +75,7 @@ async function join(wanted) {
 
 /** @param {string} reason */
 function leave(reason) {
+  report();
   wish = null;
   clearTimeout(redial);
   if (session) session.leave(reason);
@@ -95,6 +97,7 @@ function dial() {
     pause,
     welcomed: (given) => tell({ say: "state", state: "joined", text: `joined as ${given}` }),
     idle: (reason) => tell({ say: "idle", reason }),
+    credited: (doneFlops, verifiedFlops) => tell({ say: "credit", doneFlops, verifiedFlops }),
     ended: (how) => ended(link, own, how),
   });
   [session, socket] = [own, link];
@@ -135,7 +138,6 @@ function report() {
   const done = { ...before };
   if (session) for (const name of /** @type {(keyof Done)[]} */ (Object.keys(done))) done[name] += session.done[name];
   tell({ say: "done", done, heldBytes: session?.heldBytes ?? 0, memoryBytes: wish.memoryBytes });
-  if (done.downBytes + done.upBytes > wish.dataBytes) leave("the data limit is reached");
 }
 
 /** @param {string} file */

@@ -35,7 +35,7 @@ export function drawLines(into, label, lines) {
     svg.append(make("line", { x1: LEFT, x2: width - RIGHT, y1: atY(y), y2: atY(y), class: "rule" }));
     svg.append(make("text", { x: LEFT - 6, y: atY(y) + 4, class: "tick end" }, number(y)));
   }
-  for (const x of ticks(x0, x1)) svg.append(make("text", { x: atX(x), y: HEIGHT - 6, class: "tick middle" }, number(x)));
+  for (const x of ticks(x0, x1).filter(Number.isInteger)) svg.append(make("text", { x: atX(x), y: HEIGHT - 6, class: "tick middle" }, number(x)));
   for (const { className, points } of shown) {
     const path = points.map(([x, y]) => `${atX(x).toFixed(1)},${atY(y).toFixed(1)}`).join(" ");
     svg.append(make("polyline", { points: path, class: `curve ${className}` }));
