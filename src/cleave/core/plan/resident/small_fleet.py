@@ -28,7 +28,7 @@ from cleave.errors import InfeasibleError, InputError
 
 CHUNKS = (16, 32, 64, 128, 256)
 
-_WORTH_CHANGING = 0.8  # another arrangement must take less than this share, its move included: rates fluctuate
+_WORTH_CHANGING = 0.9  # another arrangement must take less than this share, its move included: rates fluctuate
 _WORTH_LEASING = 0.95  # the same if it begins leases
 _FINALISTS = 5
 _MOST_UNITS = 20_000  # in one timeline: half a second
