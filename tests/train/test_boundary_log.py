@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +130,62 @@ def test_a_log_without_room_says_so() -> None:
 
 
 def test_a_full_disk_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.TemporaryFile", lambda: Path("/dev/full").open("r+b", buffering=0))  # noqa: SIM115
+    monkeypatch.setattr("tempfile.TemporaryFile", lambda **_: Path("/dev/full").open("r+b", buffering=0))  # noqa: SIM115
     log = BoundaryLog(NumpyCodec(), "fp32", memory_bytes=0)
     with pytest.raises(LogFullError, match="space"):
         add(log, 1)
     log.close()
+
+
+class LimitedFile(io.RawIOBase):
+    """A file on a disk with little room."""
+
+    def __init__(self, room_bytes: int) -> None:
+        self._data, self._at, self._room_bytes = bytearray(), 0, room_bytes
+
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self._at = offset
+        return offset
+
+    def tell(self) -> int:
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        found = self._data[self._at : self._at + len(buffer)]
+        memoryview(buffer)[: len(found)] = found
+        self._at += len(found)
+        return len(found)
+
+    def write(self, buffer: Any) -> int:
+        count = min(len(buffer), self._room_bytes - self._at)
+        if not count:
+            raise OSError(errno.ENOSPC, "no space left on device")
+        self._data[self._at : self._at + count] = bytes(buffer[:count])
+        self._at += count
+        return count
+
+
+def test_what_was_written_before_the_disk_was_full_is_read_while_it_is() -> None:
+    def temporary(buffering: int = -1) -> Any:
+        file = LimitedFile(4 * ROWS * COLS + 100)
+        return file if buffering == 0 else io.BufferedRandom(file)  # type: ignore[arg-type]
+
+    encoded = [NumpyCodec().encode(matrix(seed), "fp32") for seed in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.TemporaryFile", temporary)
+        spool = Spool(memory_bytes=0, disk_bytes=1 << 20)
+        first = spool.store(encoded[0], ROWS, COLS, "fp32")
+        with pytest.raises(SpoolFullError):
+            spool.store(encoded[1], ROWS, COLS, "fp32")
+        np.testing.assert_array_equal(spool.load(first), encoded[0])
+        spool.free(first)
+    assert spool.bytes == 0

@@ -43,7 +43,7 @@ class Bases:
 def _held(model: nn.Module) -> Held | None:
     keepers = [one._cleave_keeper for one in model.parameters() if isinstance(one, LeasedParameter)]
     assert all(isinstance(one, Leases) for one in keepers)
-    return keepers[0]._held if keepers else None  # type: ignore[attr-defined]
+    return keepers[0]._recall.held if keepers else None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("optimizer", ["groups", "momentum"])

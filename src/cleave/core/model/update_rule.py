@@ -6,7 +6,14 @@ clipped gradient changes a number here and nothing else. Encodable as it is; kno
 
 from __future__ import annotations
 
+import math
+
 import msgspec
+
+from cleave.errors import ProtocolError
+
+MOST = 1e9
+"""Limit of any number in a rule, and of the factor on a gradient: nothing computed from them leaves fp32."""
 
 
 class Sgd(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag_field="rule", tag="sgd"):
@@ -47,3 +54,24 @@ def states(rule: Rule) -> int:
             return 1 if momentum else 0
         case Adam():
             return 2
+
+
+def check(rule: Rule, scale: float) -> None:
+    """Check the numbers of a rule and of the factor on gradients. Raises ProtocolError: devices refuse others."""
+    _check_numbers(scale=scale, rate=rule.rate, weight_decay=rule.weight_decay)
+    match rule:
+        case Sgd():
+            _check_numbers(momentum=rule.momentum, dampening=rule.dampening)
+        case Adam():
+            _check_numbers(eps=rule.eps)
+            if not (0 <= rule.beta1 < 1 and 0 <= rule.beta2 < 1 and rule.eps >= 0 and rule.step >= 1):  # nor is NaN
+                raise ProtocolError(
+                    f"expected betas from 0 to below 1, an eps from 0 and a step from 1 up, got {rule.beta1}, "
+                    f"{rule.beta2}, {rule.eps} and {rule.step}"
+                )
+
+
+def _check_numbers(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not math.isfinite(number) or abs(number) > MOST:
+            raise ProtocolError(f"expected a {name} from {-MOST:g} to {MOST:g}, got {number}")

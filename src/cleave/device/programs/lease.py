@@ -6,14 +6,13 @@ weight half updated, and a cancel never leaves one. Everything about a program i
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import numpy as np
 
 from cleave.core.cost.update import ROWS, copy_flops, square_sum_flops, update_flops
 from cleave.core.cost.wire import DEVICE_BYTES
-from cleave.core.model.update_rule import Adam, Rule, Sgd, states
+from cleave.core.model.update_rule import check, states
 from cleave.core.schedule.rectangles import Rectangle
 from cleave.device.kernels import Array, Kernel
 from cleave.device.programs.gemm import Chunk
@@ -21,9 +20,6 @@ from cleave.device.programs.optimizer import Step, scratch_numbers, square_sum, 
 from cleave.device.store import HeldOperand, OperandStore
 from cleave.errors import ProtocolError
 from cleave.protocol.programs import Copy, SquareSum, Update
-
-_MAX_NUMBER = 1e9
-"""Of any number in a rule, and of `scale`: nothing computed from them leaves fp32."""
 
 
 class LeaseTask:
@@ -158,8 +154,7 @@ def _check_program(program: SquareSum | Update | Copy) -> None:
             named = tuple(number for pair in copies for number in pair)
         case Update(rule=rule, weights=weights):
             named = tuple(number for one in weights for number in (one.weight, one.accumulator, *one.states))
-            _check_rule(rule)
-            _check_numbers(scale=program.scale)
+            check(rule, program.scale)
             for one in weights:
                 if len(one.states) != states(rule):
                     raise ProtocolError(
@@ -169,23 +164,3 @@ def _check_program(program: SquareSum | Update | Copy) -> None:
         raise ProtocolError(
             f"expected at least one operand and none twice, got {len(named)} of which {len(set(named))} differ"
         )
-
-
-def _check_rule(rule: Rule) -> None:
-    _check_numbers(rate=rule.rate, weight_decay=rule.weight_decay)
-    match rule:
-        case Sgd():
-            _check_numbers(momentum=rule.momentum, dampening=rule.dampening)
-        case Adam():
-            _check_numbers(eps=rule.eps)
-            if not (0 <= rule.beta1 < 1 and 0 <= rule.beta2 < 1 and rule.eps >= 0 and rule.step >= 1):  # nor is NaN
-                raise ProtocolError(
-                    f"expected betas from 0 to below 1, an eps from 0 and a step from 1 up, got {rule.beta1}, "
-                    f"{rule.beta2}, {rule.eps} and {rule.step}"
-                )
-
-
-def _check_numbers(**numbers: float) -> None:
-    for name, number in numbers.items():
-        if not math.isfinite(number) or abs(number) > _MAX_NUMBER:
-            raise ProtocolError(f"expected a {name} from {-_MAX_NUMBER:g} to {_MAX_NUMBER:g}, got {number}")

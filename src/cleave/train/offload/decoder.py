@@ -133,7 +133,7 @@ def gives_loss(model: nn.Module) -> bool:
 
 def uninstall(model: nn.Module) -> None:
     for runner in _runners(model):
-        runner.leases.end("the model is no longer distributed")
+        runner.leases.finish("the model is no longer distributed")
         for hook in runner.hooks:
             hook.remove()
     for module in model.modules():

@@ -23,18 +23,20 @@ class Eligibility:
         """`shared` are the ids of parameters that several modules use; a `refusal` rules out all leases."""
         self._shared, self._say, self.refusal = shared, say, refusal
         self._optimizers = WeakTensorKeyDictionary()  # parameter -> optimizer that steps it
-        self._known: weakref.WeakSet[optim.Optimizer] = weakref.WeakSet()
+        self._known: weakref.WeakKeyDictionary[optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        """Optimizers, and how many parameters they step."""
 
     def learn(self, optimizer: optim.Optimizer) -> bool:
         """Learn which parameters an optimizer steps; return whether it is new."""
-        if optimizer in self._known:
+        known, count = self._known.get(optimizer), sum(len(group["params"]) for group in optimizer.param_groups)
+        if known == count:
             return False
-        self._known.add(optimizer)
+        self._known[optimizer] = count
         reference = weakref.ref(optimizer)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 self._optimizers[parameter] = reference
-        return True
+        return known is None
 
     def optimizer_of(self, parameter: nn.Parameter) -> optim.Optimizer | None:
         reference = self._optimizers.get(parameter)
@@ -44,7 +46,10 @@ class Eligibility:
         """Optimizer states per weight if devices may keep weights in the next pass; None if they may not."""
         trained = [one for one in description.parameters if one.requires_grad]
         optimizers = {id(one): one for one in map(self.optimizer_of, trained) if one is not None}
-        if self.refusal or len(optimizers) != 1:
+        if self.refusal or not optimizers:
+            return None
+        if len(optimizers) > 1:
+            self._say(f"the optimizer runs on the server: {len(optimizers)} optimizers step the layers, expected one")
             return None
         (optimizer,) = optimizers.values()
         reason = update_rules.why_not(optimizer)

@@ -90,6 +90,15 @@ class Generation:
     gradients: dict[int, LeasedGradient] = field(default_factory=dict)
     norms: dict[int, float] | None = None
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether gradients on devices are those of the passes that were returned."""
+        return self.begun == self.returned
+
+    def scale(self, number: int) -> float:
+        """Return what a gradient was multiplied by besides the factor of its passes, as by clipping."""
+        return self.gradients[number].factor / self.factor if self.factor else 1.0  # of zeros, any will do
+
 
 @dataclass(slots=True, eq=False)
 class LeasedShard:
@@ -127,9 +136,15 @@ def lent(fleet: Any, optimizer: optim.Optimizer, group: Group, parameter: nn.Par
 
 
 def matrix(tensor: torch.Tensor) -> Matrix:
-    """Return the numbers of a tensor, not copied."""
-    flat = tensor.detach().contiguous()
+    """Return the numbers of a tensor in fp32, which are not copied if they are in fp32 on the CPU."""
+    flat = tensor.detach().cpu().float().contiguous()
     return flat.view(1, -1).numpy() if flat.dim() == 1 else flat.numpy()
+
+
+def shown_gradient(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return a parameter's gradient without fetching anything."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return parameter.grad
 
 
 @dataclass(slots=True, eq=False)
@@ -142,6 +157,8 @@ class Held:
     parameters: dict[int, nn.Parameter]
     optimizer: optim.Optimizer
     groups: dict[int, Group]
+    states: dict[int, tuple[str, ...]]
+    """Names of the optimizer states that devices keep, by parameter."""
     log: BoundaryLog
     shards: tuple[LeasedShard, ...]
     stepped_here: tuple[int, ...] = ()
@@ -149,11 +166,21 @@ class Held:
     generation: Generation = field(default_factory=Generation)
     pending: Future[list[Matrix]] | None = None
     """The last update."""
+    behind: set[LeasedShard] = field(default_factory=set)
+    """Shards that no device has in their present state: they are being recovered, or a recovery was interrupted."""
 
     @property
     def is_old(self) -> bool:
         """Whether there were updates since this process had all weights."""
         return any(one.base < self.log.position for one in self.shards)
+
+    def is_of(self, description: Description, wanted: Collection[int]) -> bool:
+        """Whether these are the parameters, by number in a decoder, that devices should keep."""
+        return (
+            self.lease.decoder == description.stack
+            and self.parameters.keys() == set(wanted)
+            and all(one is description.parameters[number] for number, one in self.parameters.items())
+        )
 
     def group(self, number: int) -> Group:
         """Return the group a parameter is in now; groups may be replaced, as by loading a state."""
@@ -169,12 +196,30 @@ class Held:
         for number, parameter in self.parameters.items():
             yield parameter
             own = self.optimizer.state.get(parameter, {})
-            yield from (own[name] for name in update_rules.state_names(self.group(number)) if name in own)
+            yield from (own[name] for name in self.states[number] if own.get(name) is not None)
 
     def lent(self, fleet: Any, number: int) -> tuple[Any, ...]:
         """Return a parameter and its states, as they are here, as tensors of the fleet, to be lent."""
         with torch._C.DisableTorchFunctionSubclass():  # else reading an old one would fetch them all
             return lent(fleet, self.optimizer, self.group(number), self.parameters[number])
+
+    @property
+    def shown(self) -> list[int]:
+        """Parameters whose gradient, as the caller sees it, is the one on a device."""
+        gradients = self.generation.gradients.items()
+        return [number for number, one in gradients if shown_gradient(self.parameters[number]) is one]
+
+    def give(self, number: int, gradient: torch.Tensor) -> None:
+        """Make a gradient a plain tensor, for whoever has hold of its stand-in."""
+        stand_in, parameter = self.generation.gradients[number], self.parameters[number]
+        stand_in.numbers = gradient
+        if shown_gradient(parameter) is stand_in:
+            parameter.grad = gradient
+
+    def forget_unused_states(self) -> None:
+        """Drop states that were made for devices and that no step has filled."""
+        for parameter in self.parameters.values():
+            update_rules.forget_unused(self.optimizer, parameter)
 
     def write(self, values: Mapping[int, Any]) -> None:
         """Take over weights and states."""
@@ -183,8 +228,8 @@ class Held:
                 parameter = self.parameters[number]
                 parameter.data.copy_(torch.from_numpy(one.weight).view(parameter.shape))
                 own = self.optimizer.state.get(parameter, {})
-                for name, matrix in zip(update_rules.state_names(self.group(number)), one.states, strict=True):
-                    if name in own:
+                for name, matrix in zip(self.states[number], one.states, strict=True):
+                    if own.get(name) is not None:
                         own[name].copy_(torch.from_numpy(matrix).view(parameter.shape))
 
     # -------------------------------------------------------------------------------------------- bases

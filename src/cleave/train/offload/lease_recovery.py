@@ -4,7 +4,7 @@
 A shard's inputs and the gradients of its outputs are in the log, so that nothing else has to run again. `Regaining`
 leaves the lease in force: lost shards are lent to other devices as they are here, all at once, and do there what was
 logged; nothing comes up, and what other devices keep stays where it is. `Replay` ends it, where devices cannot hold
-more: survivors are fetched, and lost shards come back to this process. `leases.py` decides when.
+more: survivors are fetched, and lost shards come back to this process. `lease_recall.py` decides which.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Totals = dict[int, torch.Tensor]
 """Parameter -> sum of its gradients."""
 
 
-def fetch_survivors(fleet: Any, held: Held, behind: Collection[LeasedShard]) -> list[LeasedShard]:
-    """Fetch what devices have in its present state; return the other shards, those that are `behind` among them."""
+def fetch_survivors(fleet: Any, held: Held) -> list[LeasedShard]:
+    """Fetch what devices have in its present state; return the other shards."""
     while True:
         intact = fleet.intact(held.lease)
-        whole = [one for one in held.shards if one.parameters <= intact and one not in behind]
+        whole = [one for one in held.shards if one.parameters <= intact and one not in held.behind]
         wanted = frozenset[int]().union(*(one.parameters for one in whole))
         try:
             if wanted:
@@ -102,25 +102,25 @@ class Regaining(_Doing):
 
     def __init__(self, fleet: Any, weights: Weights, held: Held) -> None:
         super().__init__(fleet, weights, held)
-        self.behind: set[LeasedShard] = set()
-        """Shards that no device has in their present state."""
         generation = held.generation
         self._has_gradients = bool(generation.gradients) and not generation.is_spent
-        is_clean = generation.begun == generation.returned
-        self._stale = set[LeasedShard]() if is_clean else set(held.shards)
+        is_clean = generation.is_complete
+        self._stale = set(held.behind if is_clean else held.shards)
         """Shards whose gradients on devices are not those of the logged passes: a pass was broken off."""
 
     def regain(self) -> bool:
         """Have devices keep all shards again, as of now; False if they cannot, or if none of them is lost."""
         held = self._held
+        was_interrupted = bool(held.behind)
         while True:
             intact = self._fleet.intact(held.lease)
             broken = {one for one in held.shards if not one.parameters <= intact}
-            if not broken:
+            if not broken and not was_interrupted:
                 return False
-            self.behind |= broken
+            was_interrupted = False
+            held.behind |= broken
             self._stale |= broken
-            plan = self._fleet.rehouse(held.work, held.lease, [one.shard for one in self.behind])
+            plan = self._fleet.rehouse(held.work, held.lease, [one.shard for one in held.behind])
             if plan is None:
                 return False
             try:
@@ -132,13 +132,13 @@ class Regaining(_Doing):
 
     def _regain(self, plan: ResidentPlan) -> None:
         held = self._held
-        for one in self.behind:
+        for one in held.behind:
             one.give_up_snapshot()
-        lent = {number: held.lent(self._fleet, number) for one in self.behind for number in one.parameters}
+        lent = {number: held.lent(self._fleet, number) for one in held.behind for number in one.parameters}
         lending = held.lease.lend_again(plan, lent)
         self._fleet.wait(lending)
         held.lease.forget_numbers()
-        self._at_once(plan, self.behind, self._updates)
+        self._at_once(plan, held.behind, self._updates)
         if self._has_gradients:
             self._at_once(plan, self._stale, self._gradients)
         else:
@@ -176,7 +176,7 @@ class Regaining(_Doing):
             yield lease.update(
                 {n: (rule, factor * more) for n, (rule, more) in step.rules.items() if n in one.parameters}
             )
-        self.behind.discard(one)
+        self._held.behind.discard(one)
         log.info("replayed %d steps of a lost shard on %s", len(steps), ", ".join(place.plan.devices))
 
     def _gradients(self, one: LeasedShard, place: _Place) -> Iterator[Future[Any]]:

@@ -31,8 +31,8 @@ class Keeper(Protocol):
         """End the lease: parameters, states and gradients are plain tensors of this process again."""
         ...
 
-    def norm(self, number: int) -> float | None:
-        """Return the norm of a leased parameter's gradient; None if the lease ended, and the gradient is here."""
+    def norm(self, gradient: LeasedGradient) -> float | None:
+        """Return the norm of a gradient's numbers on the device; None if none has them: they may be here then."""
         ...
 
     @property
@@ -207,11 +207,30 @@ class LeasedGradient(torch.Tensor):
         return func(*tree_map(_fetched, args), **tree_map(_fetched, kwargs))
 
     def _norm(self) -> torch.Tensor:
-        norm = self.keeper.norm(self.number) if self.numbers is None else None
-        if self.numbers is not None:
-            return torch.linalg.vector_norm(self.numbers)
-        assert norm is not None, "else its numbers are here"
+        norm = self.keeper.norm(self) if self.numbers is None else None
+        if norm is None:
+            return torch.linalg.vector_norm(_fetched(self))
         return torch.tensor(abs(self.factor) * norm, dtype=self.dtype)
+
+    # What torch does without a dispatch.
+
+    def numpy(self, **options: Any) -> Any:
+        return _fetched(self).numpy(**options)
+
+    def tolist(self) -> Any:
+        return _fetched(self).tolist()
+
+    def data_ptr(self) -> int:
+        return int(_fetched(self).data_ptr())
+
+    def untyped_storage(self) -> Any:
+        return _fetched(self).untyped_storage()
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return copy.deepcopy(_fetched(self), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _fetched(self).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"LeasedGradient({tuple(self.shape)}, on a device)" if self.numbers is None else repr(self.numbers)
@@ -247,5 +266,8 @@ def _fetched(value: Any) -> Any:
     if value.numbers is None:
         value.keeper.end("a gradient was read between backward and the optimizer's step")
     if value.numbers is None:
-        raise CleaveError("this gradient was lost with its device after its step; clear gradients after each step")
+        raise CleaveError(
+            "this gradient is on no device any more: it was cleared, or left with its device after its step; clone a "
+            "gradient that you need for longer"
+        )
     return value.numbers

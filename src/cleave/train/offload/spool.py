@@ -8,9 +8,9 @@ freed. So what is freed roughly in the order in which it was stored takes little
 from __future__ import annotations
 
 import tempfile
-from contextlib import suppress
 from dataclasses import dataclass
-from typing import IO
+from io import RawIOBase
+from typing import cast
 
 import numpy as np
 
@@ -26,7 +26,8 @@ class SpoolFullError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _File:
-    handle: IO[bytes]
+    handle: RawIOBase
+    """Unbuffered: bytes that found no room would be written again at the next seek, and fail it."""
     size: int = 0
     stored: int = 0
     """Matrices in it that are not freed."""
@@ -65,9 +66,7 @@ class Spool:
             raise SpoolFullError(f"it has reached its limit of {self._disk_bytes / 1e9:.3g} GB")
         try:
             file = self._last_file()
-            file.handle.seek(file.size)
-            file.handle.write(encoded.data)
-            file.handle.flush()
+            _write(file, encoded)
         except OSError as fault:
             for empty in [one for one in self._files if not one.stored]:
                 self._close(empty)
@@ -82,8 +81,7 @@ class Spool:
         if stored.encoded is not None:
             return stored.encoded
         assert stored.file is not None, "it is in memory or in a file"
-        stored.file.handle.seek(stored.first)
-        return np.frombuffer(stored.file.handle.read(stored.size), dtype=np.uint8)
+        return _read(stored.file, stored.first, stored.size)
 
     def free(self, stored: Stored) -> None:
         file = stored.file
@@ -97,10 +95,28 @@ class Spool:
     def _close(self, file: _File) -> None:
         self._on_disk -= file.size
         self._files.remove(file)
-        with suppress(OSError):  # it may have no room for what it has not written yet
-            file.handle.close()
+        file.handle.close()
 
     def _last_file(self) -> _File:
         if not self._files or self._files[-1].size >= self._file_bytes:
-            self._files.append(_File(tempfile.TemporaryFile()))  # noqa: SIM115
+            self._files.append(_File(cast("RawIOBase", tempfile.TemporaryFile(buffering=0))))  # noqa: SIM115
         return self._files[-1]
+
+
+def _write(file: _File, encoded: Encoded) -> None:
+    file.handle.seek(file.size)
+    remaining = encoded.data
+    while remaining:
+        remaining = remaining[file.handle.write(remaining) or 0 :]
+
+
+def _read(file: _File, first: int, size: int) -> Encoded:
+    found = np.empty(size, dtype=np.uint8)
+    file.handle.seek(first)
+    remaining = found.data
+    while remaining:
+        count = file.handle.readinto(remaining)
+        if not count:
+            raise OSError(f"expected {len(remaining)} more bytes in a temporary file of the log, which was cut short")
+        remaining = remaining[count:]
+    return found

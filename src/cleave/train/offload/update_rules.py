@@ -25,6 +25,8 @@ def why_not(optimizer: optim.Optimizer) -> str | None:
         return "amsgrad keeps a third state"
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return "a differentiable optimizer needs its gradients here"
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        return "hooks on its steps may read or change gradients"
     return None
 
 
@@ -53,16 +55,15 @@ _FRESH = "_cleave_is_fresh"
 
 
 def next_rule(optimizer: optim.Optimizer, group: Group, parameter: torch.Tensor) -> Rule:
-    """Return the rule of the next step, and count that step in the optimizer's state."""
+    """Return the rule of the next step."""
     own = optimizer.state[parameter]
     if "betas" in group:
-        own["step"] += 1
         return Adam(
             rate=float(group["lr"]),
             beta1=float(group["betas"][0]),
             beta2=float(group["betas"][1]),
             eps=float(group["eps"]),
-            step=int(own["step"].item()),
+            step=int(own["step"].item()) + 1,
             weight_decay=float(group["weight_decay"]),
             is_decoupled=bool(group.get("decoupled_weight_decay", isinstance(optimizer, optim.AdamW))),
             is_ascent=bool(group["maximize"]),
@@ -74,8 +75,16 @@ def next_rule(optimizer: optim.Optimizer, group: Group, parameter: torch.Tensor)
         weight_decay=float(group["weight_decay"]),
         is_nesterov=bool(group["nesterov"]),
         is_ascent=bool(group["maximize"]),
-        is_first=bool(own.pop(_FRESH, False)),
+        is_first=_FRESH in own,
     )
+
+
+def count_step(optimizer: optim.Optimizer, parameter: torch.Tensor) -> None:
+    """Note in the optimizer's state that a device does the next step."""
+    own = optimizer.state[parameter]
+    if "step" in own:
+        own["step"] += 1
+    own.pop(_FRESH, None)
 
 
 def forget_unused(optimizer: optim.Optimizer, parameter: torch.Tensor) -> None:
