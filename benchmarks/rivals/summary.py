@@ -16,7 +16,8 @@ from typing import Final
 from benchmarks.rivals.table import Merged, best_of, merge
 from benchmarks.rivals.turns import Result
 
-_PREFIX: Final = "-rivals-"
+_PREFIXES: Final = "-rivals-", "-peers-"
+"""In names of files; rivals that have a turn of their own are in the same cell."""
 _OURS: Final = ("Cleave", "Cleave, q8")
 _PIPELINES: Final = ("torch GPipe", "torch 1F1B", "torch GPipe x data parallel (DT-FM)")
 _COLUMNS: Final = (
@@ -29,10 +30,14 @@ _COLUMNS: Final = (
 )
 
 
-def load(path: Path) -> tuple[str, list[Merged]]:
-    """Read the raw numbers of a cell; return its name and the best setting of every system."""
-    raw = json.loads(path.read_text(encoding="utf-8"))
-    return path.stem.partition(_PREFIX)[2], best_of(merge([Result(**each) for each in raw["results"]]))
+def load(directory: Path) -> list[tuple[str, list[Merged]]]:
+    """Read the raw numbers of all cells; return their names and the best setting of every system."""
+    cells: dict[str, list[Result]] = {}
+    for prefix in _PREFIXES:
+        for path in sorted(directory.glob(f"*{prefix}*.json")):
+            raw = json.loads(path.read_text(encoding="utf-8"))
+            cells.setdefault(path.stem.partition(prefix)[2], []).extend(Result(**each) for each in raw["results"])
+    return [(name, best_of(merge(results))) for name, results in sorted(cells.items())]
 
 
 def over_predicted(ours: Merged) -> str:
@@ -75,4 +80,4 @@ def _rival(found: Mapping[str, Merged], name: str) -> str:
 
 
 if __name__ == "__main__":
-    print(summary([load(path) for path in sorted(Path(sys.argv[1]).glob(f"*{_PREFIX}*.json"))]))
+    print(summary(load(Path(sys.argv[1]))))
