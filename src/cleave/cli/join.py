@@ -152,7 +152,7 @@ def _run_background(options: argparse.Namespace) -> None:
         case "install":
             background.install(service)
             files = " and ".join(str(path) for path in service.files)
-            _write(f"installed, and joining; written: {files}\nto see it: cleave join --background status")
+            _write(f"installed and started; it is in {files}\nto check on it: cleave join --background status")
         case "remove":
             _write("removed" if background.remove(service) else "there is no such service; nothing was removed")
         case _:
