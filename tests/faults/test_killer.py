@@ -1,8 +1,8 @@
 """Constantly killing devices changes nothing: the losses are those of plain torch, step by step.
 
 Real processes over real sockets. Lifetimes are exponential, drawn with a seed, and counted in moments of the training
-loop (each layer forward, each layer backward), not in seconds. A victim first stops answering and is killed a little later,
-so that it dies in the middle of a product on any machine.
+loop (each layer forward, each layer backward), not in seconds. A victim first stops answering and is killed a little
+later, so that it dies in the middle of a product on any machine.
 """
 
 from __future__ import annotations
