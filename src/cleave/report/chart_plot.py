@@ -32,6 +32,8 @@ _CAPTION, _CAPTION_SIZE, _CAPTION_CHARACTERS = 0.45, 6.5, 92
 """Of the setting above a panel: inches that it takes, points of its letters, and letters per line."""
 _WIDE = 8
 """Ratio of the largest value to the smallest from which a scale is logarithmic."""
+_FEW_DECADES = 50
+"""Ratio up to which powers of ten alone would leave an axis with one or two numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,6 +132,9 @@ def _draw_values(axes: Axes, panel: Panel, kinds: Mapping[str, Kind], ink: Ink) 
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(numticks=8))
         axes.yaxis.set_minor_formatter(NullFormatter())
+        if max(values) < _FEW_DECADES * min(values):
+            axes.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+            axes.yaxis.set_minor_formatter(FuncFormatter(_tick))
     elif values:
         axes.set_ylim(0, 1.08 * max(values))
     axes.yaxis.set_major_formatter(FuncFormatter(_tick))

@@ -146,6 +146,24 @@ def test_energy_takes_the_device_that_draws_less() -> None:
     assert energy.plan_s > energy.fastest_s
 
 
+def test_no_number_of_devices_is_tried_twice_and_those_around_the_best_last() -> None:
+    profiles = sample_fleet("phone=50", "us", 1)
+    tried: list[int] = []
+
+    def plan(some: Profiles) -> GemmPlan:
+        tried.append(len(some))
+        return plan_gemm(some, Gemm(m=64, n=64, k=64))
+
+    found = choose_devices("energy", fleet_power(profiles, FACTS), plan)
+    coarse, fine = tried[:6], tried[6:]
+    assert coarse == sorted(coarse, reverse=True)
+    assert coarse[0] == 50
+    assert len(set(tried)) == len(tried) <= 10
+    best = len(found.profiles)
+    below, above = max([0, *(one for one in coarse if one < best)]), min([50, *(one for one in coarse if one > best)])
+    assert all(below < one < above for one in fine)
+
+
 def test_carbon_takes_the_device_on_the_cleaner_grid() -> None:
     profiles = two_alike(watts=np.full(2, 5000.0), idle_watts=np.zeros(2), country=("pl", "fr"))
     assert chosen_gemm(profiles, "carbon", Gemm(m=800, n=800, k=800)).profiles.names == ("b",)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 from math import inf
 
@@ -10,15 +11,16 @@ import pytest
 
 from cleave.core.cost.rates import Server
 from cleave.core.cost.resident import effective_flops_per_s
+from cleave.core.cost.terms import RUNTIME_BYTES
 from cleave.core.fleet.profiles import Profiles
 from cleave.core.model.gemms import step_flops
 from cleave.core.model.shapes import named
 from cleave.core.plan.rivals.case import Case
 from cleave.core.plan.rivals.stages import Stages
-from cleave.sim.baselines import alpa, asteroid, swarm
+from cleave.sim.baselines import alpa, asteroid, gpipe, swarm
 from cleave.sim.baselines.cloud import cloud
 from cleave.sim.baselines.hivemind import averaging_parts, averaging_s
-from cleave.sim.baselines.hybrid import EVERY_END, Ends, Table, search
+from cleave.sim.baselines.hybrid import EVERY_END, Ends, Table, orders, search
 from cleave.sim.setting import Setting
 
 MODEL = named("opt-125m")  # 12 layers, hidden 768, 12 heads
@@ -119,7 +121,7 @@ def brute_force(tables: dict[Ends, Table], sizes: list[int], layers: int, batche
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_search_is_within_a_tenth_of_the_best_partition(seed: int) -> None:
+def test_the_search_is_within_three_percent_of_the_best_partition(seed: int) -> None:
     rng = np.random.default_rng(seed)
     layers, units, sizes = 4, 5, [1, 2]
     tables: dict[Ends, Table] = {}
@@ -132,7 +134,7 @@ def test_the_search_is_within_a_tenth_of_the_best_partition(seed: int) -> None:
         least_s = brute_force(tables, sizes, layers, batches, units)
         found = search(tables, np.array(sizes), layers, batches)
         assert found is not None
-        assert least_s * (1 - 1e-9) <= found.step_s <= least_s / 0.9
+        assert least_s * (1 - 1e-9) <= found.step_s <= least_s / 0.97
 
 
 def test_alpa_adds_all_stages_and_the_slowest_once_per_further_micro_batch() -> None:
@@ -143,17 +145,17 @@ def test_alpa_adds_all_stages_and_the_slowest_once_per_further_micro_batch() -> 
     first_s = 6 * float((stages.forward_s + stages.backward_s)[0])
     last_s = first_s + float((stages.head_forward_s + stages.head_backward_s)[0])
     tables: dict[Ends, Table] = {ends: meshes.table(ends) for ends in EVERY_END}
-    t1, t2 = tables["table"].path_s[5, 0, 0], tables["head"].path_s[5, 1, 0]
+    t1, t2 = tables["table"].path_s[6, 0, 0], tables["head"].path_s[6, 1, 0]  # six layers and an end
     assert (t1, t2) == (pytest.approx(first_s), pytest.approx(last_s))
-    found = search(tables, meshes.sizes, 12, 8)
+    found = search(tables, meshes.sizes, 14, 8)
     assert found is not None
     splits = [
-        tables["table"].path_s[count - 1, 0, 0]
-        + tables["head"].path_s[11 - count, 1, 0]
-        + 7 * max(tables["table"].path_s[count - 1, 0, 0], tables["head"].path_s[11 - count, 1, 0])
-        for count in range(1, 12)
+        tables["table"].path_s[count, 0, 0]
+        + tables["head"].path_s[12 - count, 1, 0]
+        + 7 * max(tables["table"].path_s[count, 0, 0], tables["head"].path_s[12 - count, 1, 0])
+        for count in range(13)
     ]
-    whole_s = 8 * min(tables["both"].path_s[11, 0, 0], tables["both"].path_s[11, 0, 1])
+    whole_s = 8 * min(tables["both"].path_s[13, 0, 0], tables["both"].path_s[13, 0, 1])
     assert found.step_s == pytest.approx(min(*splits, whole_s))
 
 
@@ -164,8 +166,8 @@ def test_alpas_tensor_cut_reduces_four_outputs_a_layer() -> None:
     (use,) = (use for use in meshes.uses_of(1, "both") if use.tensor == 2)
     computing_s = sum(case.step_flops(recompute=False)) / 8 / 2
     computing_s /= float(effective_flops_per_s(np.array([1e12]), 1024, case.terms)[0])
-    assert use.path_s[11, 0] == pytest.approx(computing_s + 4 * 12 * 1024 * 768 * 2 / 1e6)
-    assert use.moved_bytes[11] == 8 * 4 * 12 * 1024 * 768 * 2
+    assert use.path_s[13, 0] == pytest.approx(computing_s + 4 * 12 * 1024 * 768 * 2 / 1e6)
+    assert use.moved_bytes[13] == 8 * 4 * 12 * 1024 * 768 * 2
 
 
 def test_asteroid_divides_a_micro_batch_by_speed() -> None:
@@ -176,7 +178,55 @@ def test_asteroid_divides_a_micro_batch_by_speed() -> None:
     assert rooms.shares(np.array([0, 1]), 12, "both") == pytest.approx(4 * speed / speed.sum())
     table = rooms.table(np.array([1]), 12, "both")
     once_s = 4 * sum(case.step_flops(recompute=False)) / 8 / float(speed.sum())
-    assert table.path_s[11, 0, 0] == pytest.approx(once_s)
+    assert table.path_s[13, 0, 0] == pytest.approx(once_s)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_alpa_is_no_slower_than_a_pipeline_of_single_devices(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profiles = fleet(*rng.uniform(0.3e12, 3e12, 12), link=2e6, memory=1.2e9)
+    case = case_of(profiles)
+    found = alpa.fastest(case)
+    assert found is not None
+    for recompute, order in product((False, True), orders(case)):
+        alone = asteroid.partition(case, order[:, None], 1, recompute=recompute, most_units=1)
+        assert alone is None or found.step_s <= alone.step_s / 0.97
+
+
+def test_an_end_of_the_model_may_have_a_stage_to_itself() -> None:
+    # Neither the head nor the token table fits beside a layer
+    case = case_of(fleet(*[1e12] * 20, link=1e9))
+    layer, ends = case.layer.state_bytes, case.table.state_bytes
+    kept = case.activation_bytes(6, 1024, recompute=True)
+    memory = RUNTIME_BYTES + kept + max(layer, ends) + case.logit_bytes(1024) + 0.5 * layer
+    case = replace(case, profiles=replace(case.profiles, memory_bytes=np.full(20, memory)))
+    found = asteroid.fastest(case)
+    assert found is not None
+    stages = found.partition.stages
+    assert [stages[place].layers for place in (0, -1)] == [0, 0]
+    assert sum(stage.layers for stage in stages) == 12
+    peers = swarm.fastest(case)
+    assert peers is not None
+    assert peers.placed.layers[peers.placed.has_table | peers.placed.has_head].max() == 0
+    pipeline = gpipe.fastest(case)
+    assert pipeline is not None
+    assert pipeline.placed.layers[pipeline.placed.has_head].max() == 0
+
+
+def test_devices_too_small_for_any_mesh_do_not_slow_down_alpa() -> None:
+    # Half a layer with half the activations fits a device of one kind; the faster ones are far smaller
+    holding = case_of(fleet(*[1e12] * 32, link=1e8))
+    half = RUNTIME_BYTES + 0.6 * (holding.layer.state_bytes + holding.activation_bytes(6, 1024, recompute=True))
+    half = max(half, RUNTIME_BYTES + 0.6 * (holding.head.state_bytes + holding.logit_bytes(1024)))
+    memory = np.repeat([half, RUNTIME_BYTES + 1e6], [32, 32])
+    both = case_of(replace(fleet(*[1e12] * 32, *[2e12] * 32, link=1e8), memory_bytes=memory))
+    alone, among = (
+        alpa.fastest(case)
+        for case in (replace(holding, profiles=replace(holding.profiles, memory_bytes=memory[:32])), both)
+    )
+    assert alone is not None
+    assert among is not None
+    assert among.step_s <= alone.step_s * 1.03
 
 
 # ------------------------------------------------------------------------------------------------ the cloud

@@ -2,14 +2,16 @@
 
 The planner makes a step fast. For energy or carbon, devices are ranked by what one more FLOP takes on each, with the
 bytes that go with it, and the planner plans for a few numbers of the best, evenly spaced in logarithms, while the work
-still fits. The plan with the least joules or kgCO2e of all is taken. The plan for the whole fleet is one of them, so no
-plan for energy takes more joules than the one for time. A few prefixes of one ranking are a search, not an optimum.
+still fits, then for numbers between the best of these and its neighbors. The plan with the least joules or kgCO2e of
+all is taken. The plan for the whole fleet is one of them, so no plan for energy takes more joules than the one for
+time. A few prefixes of one ranking are a search, not an optimum.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf, sqrt
 from typing import Final, Generic, TypeVar
 
 import numpy as np
@@ -23,6 +25,7 @@ from cleave.core.plan.usage import Plan, plan_flops, plan_s, use_of
 from cleave.errors import InfeasibleError
 
 _TRIED: Final = 5  # numbers of devices, beside the whole fleet
+_REFINED: Final = 2  # times that the numbers on either side of the best are tried
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
 
 
@@ -55,15 +58,29 @@ def choose_devices(objective: Objective, fleet: FleetPower, plan: Callable[[Prof
     best, best_use, best_of = fastest, use, np.arange(len(everyone))
     if objective != "time":
         ranked = _ranked(objective, fleet, use, plan_flops(fastest))
-        for count in _counts(len(everyone)):
+        cost = {0: inf, len(everyone): _cost(objective, fleet, use)}
+
+        def try_first(count: int) -> None:
+            """Plan for so many of the best devices."""
+            nonlocal best, best_use, best_of
             some = np.sort(ranked[:count])
             try:
                 found = plan(everyone.take(some))
             except InfeasibleError:
-                break
+                cost[count] = inf
+                return
             found_use = use_of(found, everyone)
-            if _cost(objective, fleet, found_use) < _cost(objective, fleet, best_use):
+            cost[count] = _cost(objective, fleet, found_use)
+            if cost[count] < _cost(objective, fleet, best_use):
                 best, best_use, best_of = found, found_use, some
+
+        for count in _counts(len(everyone)):
+            try_first(count)
+            if cost[count] == inf:
+                break
+        for _ in range(_REFINED):
+            for count in _between(len(best_of), list(cost)):
+                try_first(count)
     reason = f"{objective}: the work takes less of it without this device"
     left_out = np.setdiff1d(np.arange(len(everyone)), best_of).tolist()
     return Chosen(
@@ -81,6 +98,13 @@ def _counts(devices: int) -> list[int]:
     """Numbers of devices to try, largest first."""
     spaced = np.round(np.geomspace(devices, 1, _TRIED + 1)).astype(np.int64).tolist()
     return sorted({count for count in spaced if count < devices}, reverse=True)
+
+
+def _between(best: int, tried: list[int]) -> list[int]:
+    """Numbers of devices, not tried yet, between the best and the next smaller and larger ones."""
+    below, above = max(one for one in tried if one < best), min((one for one in tried if one > best), default=best)
+    middles = [round(sqrt(max(other, 1) * best)) for other in (below, above)]
+    return sorted({one for one in middles if one not in tried})
 
 
 def _ranked(objective: Objective, fleet: FleetPower, use: Use, flops: int) -> Ints:

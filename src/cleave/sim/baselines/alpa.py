@@ -14,7 +14,8 @@ between stages cross links (each device its part, while it computes), and gradie
 micro-batch.
 Memory per device: weights and gradients / k, optimizer state / n (the gradients' all-reduce is cut into
 reduce-scatter and all-gather), activations in flight / k, on average those of half the model's layers (1F1B).
-Knobs: micro-batch, how many devices a mesh has at least, recomputation. Recovery: restart from a checkpoint.
+Knobs: micro-batch, least size of a mesh, least memory of its devices, recomputation. Recovery: restart from a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -38,17 +39,20 @@ from cleave.sim.baselines.work import case_of, unfit
 from cleave.sim.setting import Outcome, Setting
 
 NAME: Final = "alpa"
-_CLUSTERS = 40
-"""Layers are clustered into this many at most."""
-_UNITS = 64
-_STEP = 8
+_CLUSTERS = 96
+"""Layers are clustered into this many at most: into ones for every known model."""
+_UNITS = 256
+_STEP = 2
+"""Factor between the least meshes, and between the micro-batches, that are tried."""
+_CUTS = (1, 2, 4, 8)
+"""Devices are tried that hold one of so many parts of a layer; smaller ones would limit their mesh."""
 _GRADIENT_BYTES = 2
 """Of the 14 bytes of a trained parameter besides its weight, those that data parallelism does not cut."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Use:
-    """Meshes of `data` x `tensor` devices with stages, by clusters of layers (one, two, ...) and first unit."""
+    """Meshes of `data` x `tensor` devices with stages, by items (one, two, ...) and first unit."""
 
     data: int
     tensor: int
@@ -57,7 +61,7 @@ class Use:
     pace_s: Floats
     """With a part of the reduction, so that all micro-batches but one have all of it."""
     held_bytes: Floats
-    """Per device, by clusters; the same for `moved_bytes`, which is per batch and way."""
+    """Per device, by items; the same for `moved_bytes`, which is per batch and way."""
     moved_bytes: Floats
 
 
@@ -88,7 +92,7 @@ def alpa(setting: Setting) -> Outcome:
     )
     loss = recovery.loss_of(case, placed, found.step_s, found.partition.path_s)
     tensor, data = max(use.tensor for use in uses), max(use.data for use in uses)
-    moved = max(float(use.moved_bytes[stage.layers - 1]) for use, stage in zip(uses, stages, strict=True))
+    moved = max(float(use.moved_bytes[stage.items - 1]) for use, stage in zip(uses, stages, strict=True))
     return Outcome(
         system=NAME,
         fits=True,
@@ -100,7 +104,7 @@ def alpa(setting: Setting) -> Outcome:
         batch_s=found.step_s,
         down_bytes=moved,
         up_bytes=moved,
-        memory_bytes=max(float(use.held_bytes[stage.layers - 1]) for use, stage in zip(uses, stages, strict=True)),
+        memory_bytes=max(float(use.held_bytes[stage.items - 1]) for use, stage in zip(uses, stages, strict=True)),
         devices_used=len(placed.devices),
         recovery_s=recovery.checkpoint_restart(loss),
         detail={
@@ -122,44 +126,54 @@ def fastest(case: Case) -> Meshed | None:
         while per_unit <= len(order):
             count = min(len(order) // per_unit, _UNITS)
             units = order[: count * per_unit].reshape(count, per_unit)
-            micro_batch = 1
+            micro_batch, last_s = 1, inf
             while micro_batch <= case.sequences:
                 below_s = best.step_s if best else inf
-                meshes = Meshes(case, units, micro_batch, recompute=recompute)
+                meshes = Meshes(case, units, micro_batch, below_s, recompute=recompute)
                 found = _partition(case, meshes, below_s) if meshes.least_s < below_s else None
                 if found is not None and found.step_s < below_s:
                     best = found
+                found_s = found.step_s if found else inf
+                if last_s < inf and found_s >= last_s:  # larger ones only get slower
+                    break
+                last_s = found_s
                 micro_batch *= _STEP
             per_unit *= _STEP
     return best
 
 
 def _orders(case: Case) -> list[Ints]:
-    """Devices by the pace of a layer, by speed, and by pace those that hold a cluster of layers alone."""
+    """Devices by the pace of a layer, by speed, and by pace those that hold a layer cut in so many ways."""
     by_speed, by_pace = orders(case)
     cluster = ceil(case.shape.layers / _CLUSTERS)
-    kept = case.activation_bytes(case.shape.layers / 2, case.sequence, recompute=True)
-    alone = case.profiles.memory_bytes >= RUNTIME_BYTES + cluster * case.layer.state_bytes + kept
-    return [by_pace, by_speed, *([by_pace[alone[by_pace]]] if not alone.all() else [])]
+    held_bytes = cluster * case.layer.state_bytes
+    held_bytes += case.activation_bytes(case.shape.layers / 2, case.sequence, recompute=True)
+    found = [by_pace, by_speed]
+    for ways in _CUTS:
+        able = by_pace[case.profiles.memory_bytes[by_pace] >= RUNTIME_BYTES + held_bytes / ways]
+        if len(able) < len(by_pace):
+            found.append(able)
+    return found
 
 
 def _partition(case: Case, meshes: Meshes, below_s: float) -> Meshed | None:
     tables: dict[Ends, Table] = {ends: meshes.table(ends) for ends in EVERY_END}
-    found = search(tables, meshes.sizes, meshes.clusters, meshes.batches, below_s)
+    found = search(tables, meshes.sizes, meshes.clusters + 2, meshes.batches, below_s)
     if found is None:
         return None
     moved = np.zeros(len(case.profiles))
     for stage in found.stages:
-        moved[meshes.members(stage)] = 2 * meshes.best_use(stage).moved_bytes[stage.layers - 1]
+        moved[meshes.members(stage)] = 2 * meshes.best_use(stage).moved_bytes[stage.items - 1]
     return Meshed(meshes=meshes, partition=found, step_s=max(found.step_s, case.medium_s(moved)))
 
 
 class Meshes:
     """What stages on meshes of consecutive units take, for one size of micro-batch in sequences."""
 
-    def __init__(self, case: Case, units: Ints, micro_batch: int, *, recompute: bool) -> None:
+    def __init__(self, case: Case, units: Ints, micro_batch: int, below_s: float = inf, *, recompute: bool) -> None:
         self._case, self._units, self.micro_batch, self.recompute = case, units, micro_batch, recompute
         self.batches = case.sequences / micro_batch
+        self._longest_s = below_s / max(self.batches - 1, 1)
         self._cluster = ceil(case.shape.layers / _CLUSTERS)
         self.clusters = ceil(case.shape.layers / self._cluster)
         self.sizes = 2 ** np.arange(int(np.log2(len(units))) + 1)
@@ -177,6 +191,11 @@ class Meshes:
         """Layers in so many clusters; the last one may have fewer."""
         return min(clusters * self._cluster, self._case.shape.layers)
 
+    def _layers(self, ends: Ends) -> Floats:
+        """Layers of a stage by items, of which the ends have none."""
+        clusters = np.arange(1.0, self.clusters + 3 - neighbors(ends)) - 2 + neighbors(ends)
+        return np.minimum(clusters * self._cluster, self._case.shape.layers)
+
     @property
     def least_s(self) -> float:
         """A lower bound: all FLOPs over the speed of all."""
@@ -184,22 +203,28 @@ class Meshes:
         return sum(self._case.step_flops(recompute=self.recompute)) / float(speeds)
 
     def table(self, ends: Ends) -> Table:
-        shape = self.clusters, len(self._units), len(self.sizes)
+        shape = len(self._layers(ends)), len(self._units), len(self.sizes)
         path_s, pace_s = np.full(shape, inf), np.full(shape, inf)
         for place in range(len(self.sizes)):
             best_s = np.full(shape[:2], inf)
             for use in self.uses_of(place, ends):
+                most = len(use.held_bytes)
                 step_s = use.path_s + (self.batches - 1) * use.pace_s
-                better = (step_s < best_s) & (use.held_bytes[:, None] <= self._memory[:, place])
-                best_s[better] = step_s[better]
-                path_s[better, place], pace_s[better, place] = use.path_s[better], use.pace_s[better]
+                better = (step_s < best_s[:most]) & (use.held_bytes[:, None] <= self._memory[:, place])
+                best_s[:most][better] = step_s[better]
+                path_s[:most, :, place][better], pace_s[:most, :, place][better] = (
+                    use.path_s[better],
+                    use.pace_s[better],
+                )
         return Table(path_s=path_s, pace_s=pace_s)
 
     def best_use(self, stage: Stage) -> Use:
         """How a stage is cut on its mesh."""
-        place, row = int(np.flatnonzero(self.sizes == stage.units)[0]), stage.layers - 1
+        place, row = int(np.flatnonzero(self.sizes == stage.units)[0]), stage.items - 1
         uses = [
-            use for use in self.uses_of(place, stage.ends) if use.held_bytes[row] <= self._memory[stage.unit, place]
+            use
+            for use in self.uses_of(place, stage.ends)
+            if row < len(use.held_bytes) and use.held_bytes[row] <= self._memory[stage.unit, place]
         ]
         return min(
             uses, key=lambda use: use.path_s[row, stage.unit] + (self.batches - 1) * float(use.pace_s[row, stage.unit])
@@ -212,51 +237,65 @@ class Meshes:
         tensor = 1
         while tensor <= min(devices, self._case.shape.heads):
             if devices % tensor == 0 and devices // tensor <= self.micro_batch:
-                found.append(self._use(place, ends, devices // tensor, tensor))
+                use = self._use(place, ends, devices // tensor, tensor)
+                if use is not None:
+                    found.append(use)
             tensor *= 2
         return found
 
-    def _use(self, place: int, ends: Ends, data: int, tensor: int) -> Use:
+    def _use(self, place: int, ends: Ends, data: int, tensor: int) -> Use | None:
+        """For as many clusters as a mesh of that size holds and computes in time; None if not even for one."""
         case, speed = self._case, self._speed[:, place]
         byte_s, latency_s = self._byte_s[:, place], self._latency_s[:, place]
-        layers = np.minimum(np.arange(1, self.clusters + 1) * self._cluster, case.shape.layers)[:, None]
         rows = ceil(self.micro_batch / data) * case.sequence
-        table, head = ends in ("table", "both"), ends in ("head", "both")
-        again = layers * case.layer.forward_flops if self.recompute else 0.0
-        forward = rows * (layers * case.layer.forward_flops + head * case.head.forward_flops) / tensor
-        backward = rows * (layers * case.layer.backward_flops + again + head * case.head.backward_flops) / tensor
+        held_bytes, gradient_bytes = self._held(ends, rows, data, tensor)
+        again = case.layer.forward_flops if self.recompute else 0.0
         output_bytes, around, shared = rows * case.row_bytes, 2 * (tensor - 1) / tensor, 2 * (data - 1) / data
         once_s = (tensor > 1) * (latency_s + around * output_bytes * byte_s)
         backwards = 4 if self.recompute else 2
-        forward_s, backward_s = forward / speed + 2 * layers * once_s, backward / speed + backwards * layers * once_s
+        layer_s = rows * case.layer.forward_flops / tensor / speed + 2 * once_s
+        layer_back_s = rows * (case.layer.backward_flops + again) / tensor / speed + backwards * once_s
+        fits = held_bytes <= self._memory[:, place].max()
+        most = int((fits & (self._layers(ends) * (layer_s + layer_back_s).min() <= self._longest_s)).sum())
+        if most == 0:
+            return None
+        held_bytes, gradient_bytes = held_bytes[:most], gradient_bytes[:most]
+        layers, head = self._layers(ends)[:most, None], ends in ("head", "both")
+        forward_s = layers * layer_s + rows * head * case.head.forward_flops / tensor / speed
+        backward_s = layers * layer_back_s + rows * head * case.head.backward_flops / tensor / speed
         link_s = output_bytes / tensor * byte_s * (neighbors(ends) > 0)
-        params = layers * case.layer.params + table * case.table.params + head * case.head.params
-        trained = layers * case.layer.trained + table * case.table.trained + head * case.head.trained
-        gradients = case.terms.gradient_bytes * trained / tensor
         path_s = forward_s + backward_s + neighbors(ends) * (link_s + latency_s)
         pace_s = np.maximum(forward_s, link_s) + np.maximum(backward_s, link_s)
-        reduce_s = shared * gradients * byte_s
+        reduce_s = shared * gradient_bytes[:, None] * byte_s
         if self.batches > 1:
             pace_s = pace_s + reduce_s / (self.batches - 1)
         else:
             path_s = path_s + reduce_s
-        flying = np.array(
-            [
-                case.activation_bytes(max(each, case.shape.layers / 2), rows, recompute=self.recompute)
-                for each in layers[:, 0]
-            ]
-        )
-        state = WEIGHT_BYTES * params + _GRADIENT_BYTES * trained
-        state = state + (TRAINED_BYTES - _GRADIENT_BYTES) * trained / data
-        passed = neighbors(ends) * output_bytes / tensor + (2 + backwards) * layers * around * output_bytes
+        passed = neighbors(ends) * output_bytes / tensor + (2 + backwards) * layers[:, 0] * around * output_bytes
         return Use(
             data=data,
             tensor=tensor,
             path_s=path_s,
             pace_s=pace_s,
-            held_bytes=RUNTIME_BYTES + (state[:, 0] + flying + head * case.logit_bytes(rows)) / tensor,
-            moved_bytes=(self.batches * passed + shared * gradients)[:, 0],
+            held_bytes=held_bytes,
+            moved_bytes=self.batches * passed + shared * gradient_bytes,
         )
+
+    def _held(self, ends: Ends, rows: int, data: int, tensor: int) -> tuple[Floats, Floats]:
+        """By items: bytes that a device holds, and those of its gradients."""
+        case, layers = self._case, self._layers(ends)
+        head = ends in ("head", "both")
+        parts = {"neither": (), "table": (case.table,), "head": (case.head,), "both": (case.table, case.head)}[ends]
+        params = layers * case.layer.params + sum(part.params for part in parts)
+        trained = layers * case.layer.trained + sum(part.trained for part in parts)
+        if ends == "both":  # a table that is also the head counts once
+            params, trained = layers * 0 + case.whole.params, layers * 0 + case.whole.trained
+        state = WEIGHT_BYTES * params + _GRADIENT_BYTES * trained
+        state += (TRAINED_BYTES - _GRADIENT_BYTES) * trained / data
+        one, two = (case.activation_bytes(count, rows, recompute=self.recompute) for count in (1, 2))
+        flying = one + (two - one) * (np.maximum(layers, case.shape.layers / 2) - 1)
+        held = RUNTIME_BYTES + (state + flying + head * case.logit_bytes(rows)) / tensor
+        return held, case.terms.gradient_bytes * trained / tensor
 
 
 def _why_not(case: Case) -> str:

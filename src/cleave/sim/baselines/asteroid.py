@@ -36,10 +36,10 @@ from cleave.sim.baselines.work import case_of, unfit
 from cleave.sim.setting import Outcome, Setting
 
 NAME: Final = "asteroid"
-_UNITS = 64
+_UNITS = 128
 """Units at least; twice as many as layers, so that stages of one unit can be chosen among others."""
 _SIZES = np.array([1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64])
-_STEP = 4
+_STEP = 2
 """Factor between the sizes of units, and of micro-batches, that are tried."""
 
 
@@ -106,8 +106,7 @@ def fastest(case: Case) -> Grouped | None:
     best: Grouped | None = None
     most_units = max(_UNITS, 2 * case.shape.layers)
     for recompute, order in product((False, True), orders(case)):
-        least = RUNTIME_BYTES + case.layer.state_bytes + _kept(case, 1, recompute=recompute)
-        able = order[case.profiles.memory_bytes[order] >= least]
+        able = able_of(case, order, recompute=recompute)
         per_unit = 1
         while per_unit <= min(len(able), case.sequences):
             count = min(len(able) // per_unit, most_units)
@@ -123,15 +122,31 @@ def fastest(case: Case) -> Grouped | None:
     return best
 
 
-def partition(case: Case, units: Ints, micro_batch: int, below_s: float = inf, *, recompute: bool) -> Grouped | None:
-    """The best stages of these units; None if none fit, or none could be faster than `below_s`."""
+def able_of(case: Case, order: Ints, *, recompute: bool) -> Ints:
+    """Those of some devices that hold a layer."""
+    least = RUNTIME_BYTES + case.layer.state_bytes + _kept(case, 1, recompute=recompute)
+    return order[case.profiles.memory_bytes[order] >= least]
+
+
+def partition(
+    case: Case,
+    units: Ints,
+    micro_batch: int,
+    below_s: float = inf,
+    *,
+    recompute: bool,
+    most_units: int = int(_SIZES[-1]),
+) -> Grouped | None:
+    """The best stages, of so many units at most; None if none fit, or none could be faster than `below_s`."""
+    if not len(units):
+        return None
     rooms = Rooms(case, units, micro_batch, recompute=recompute)
-    sizes = _SIZES[: int(np.searchsorted(_SIZES, len(units), side="right"))]
+    sizes = _SIZES[: int(np.searchsorted(_SIZES, min(len(units), most_units), side="right"))]
     most = rooms.most_layers()
     if most == 0:
         return None
     tables: dict[Ends, Table] = {ends: rooms.table(sizes, most, ends) for ends in EVERY_END}
-    found = search(tables, sizes, case.shape.layers, rooms.batches, below_s)
+    found = search(tables, sizes, case.shape.layers + 2, rooms.batches, below_s)
     if found is None:
         return None
     moved = np.zeros(len(case.profiles))
@@ -198,9 +213,9 @@ class Rooms:
         return passed + 2 * (count - 1) / count * self._gradient_bytes(layers, ends)
 
     def table(self, sizes: Ints, most: int, ends: Ends) -> Table:
-        """Seconds of stages with 1 to `most` layers."""
+        """Seconds of stages with up to `most` layers."""
         case, units = self._case, self._units
-        number = np.arange(1, most + 1)
+        number = np.arange(1, most + 3 - neighbors(ends)) - 2 + neighbors(ends)
         head = ends in ("head", "both")
         once = case.layer.forward_flops if self._recompute else 0.0
         rows = case.sequence

@@ -10,8 +10,9 @@ sum of its peers' 1 / t, and the stage with the least paces the batch of M micro
     step = one micro-batch through all stages and back + (M - 1) / least throughput + reduction
 
 Adaptive rebalancing ends where stages are balanced: peers join the stage with the least throughput, fastest first. The
-reduction is hivemind's, in all stages at once. Knobs: layers per stage, how many peers (those with the fastest links:
-a slow one delays the reduction), recomputation. Memory: as for pipelines (`core/plan/rivals/stages.py`).
+reduction is hivemind's, in all stages at once. Knobs: layers per stage, whether the token table and the head have
+stages of their own, how many peers (those with the fastest links: a slow one delays the reduction), recomputation.
+Memory: as for pipelines (`core/plan/rivals/stages.py`).
 Peers send to each other here, without the trainer processes that relay in SWARM, and no micro-batch is dealt badly.
 Recovery: `recovery.swarm`.
 """
@@ -39,6 +40,8 @@ NAME: Final = "swarm"
 _COMPRESSED = 0.5
 """Bytes in 8 bits per byte in 16."""
 _SIZES = 24
+_LEAST_S = 1e-9
+"""Of a stage that does not compute, behind a link without limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -102,22 +105,29 @@ def fastest(case: Case) -> Swarm | None:
             count = ceil(case.shape.layers / layers)
             able = order[case.profiles.memory_bytes[order] >= stages.stage_bytes(layers)]
             for size in np.unique(np.geomspace(count, max(len(able), count), _SIZES).round().astype(np.int64)):
-                found = weigh(case, stages, able[:size], count) if size <= len(able) else None
-                if found is not None and found.step_s < (best.step_s if best else inf):
-                    best = found
+                for apart in (False, True):
+                    found = weigh(case, stages, able[:size], count, apart=apart) if size <= len(able) else None
+                    if found is not None and found.step_s < (best.step_s if best else inf):
+                        best = found
     return best
 
 
-def weigh(case: Case, stages: Stages, peers: Ints, count: int) -> Swarm | None:
-    """Deal peers to so many stages, and a batch with them; None if a stage gets nobody."""
+def weigh(case: Case, stages: Stages, peers: Ints, count: int, *, apart: bool = False) -> Swarm | None:
+    """Deal peers to so many stages, and a batch with them; None if a stage gets nobody.
+
+    `apart` gives the token table and the head stages of their own, on top of those.
+    """
     layers = np.diff(np.linspace(0, case.shape.layers, count + 1).round())
+    if apart:
+        layers = np.concatenate([[0.0], layers, [0.0]])
+        count += 2
     number = np.arange(count)
     has_table, has_head = number == 0, number == count - 1
     links = _COMPRESSED * ((~has_table).astype(float) + ~has_head)
     forward_s = stages.forward_s[peers, None] * layers + stages.head_forward_s[peers, None] * has_head
     backward_s = stages.backward_s[peers, None] * layers + stages.head_backward_s[peers, None] * has_head
     moving_s = np.maximum(stages.send_s, stages.receive_s)[peers, None] * links
-    per_s = 1 / np.maximum(forward_s + backward_s, moving_s)
+    per_s = 1 / np.maximum(np.maximum(forward_s + backward_s, moving_s), _LEAST_S)
     memory = case.profiles.memory_bytes[peers]
     needed = stages.held_bytes(Placement(devices=number, layers=layers, has_table=has_table, has_head=has_head))
     stage = _deal(per_s, memory[:, None] >= needed)

@@ -31,8 +31,12 @@ def fact(name: str) -> float:
 
 
 def link_bytes_per_s(profiles: Profiles, devices: Ints) -> float:
-    """Rate at which the median of these devices exchanges bytes with a like one: its slower direction."""
-    return float(np.median(np.minimum(profiles.down_bytes_per_s, profiles.up_bytes_per_s)[devices]))
+    """Rate at which the median of these devices, or of all if that is faster, exchanges bytes with a like one.
+
+    Of all, as a few stages may be on devices that compute fast behind slow links, and a spare need not be like them.
+    """
+    slower = np.minimum(profiles.down_bytes_per_s, profiles.up_bytes_per_s)
+    return float(max(np.median(slower[devices]), np.median(slower)))
 
 
 def unfit(system: str, why: str, **detail: float) -> Outcome:

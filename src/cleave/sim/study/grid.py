@@ -9,8 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from cleave.core.carbon.cloud import CARDS, cloud_card
 from cleave.core.cost.wire import WireFormat
 from cleave.core.model.shapes import ModelShape
+from cleave.facts.carbon import carbon_facts
 from cleave.report.chart import Unit
 from cleave.report.quantities import si
 from cleave.sim.cell import Cell
@@ -179,8 +181,7 @@ def figures(grid: Grid) -> tuple[Figure, ...]:
         Figure(
             name="carbon",
             title="Energy and carbon beside cloud GPUs",
-            says="Per batch: devices above idle, network by bytes, server, and embodied carbon. A cloud GPU does the "
-            "same FLOPs at its published utilization; its hosts and traffic are left out, which favors it.",
+            says=_carbon_says(),
             panels=tuple(
                 by_devices(
                     title=f"{title}, {center.model}",
@@ -194,6 +195,19 @@ def figures(grid: Grid) -> tuple[Figure, ...]:
                 for title, unit, keys in _FOOTPRINTS
             ),
         ),
+    )
+
+
+def _carbon_says() -> str:
+    """What a bill counts and assumes, and what is published against training on phones."""
+    facts = carbon_facts()
+    cards = " and ".join(f"{cloud_card(facts, name)[0].mfu:.3g} ({name})" for name in CARDS)
+    evidence = facts.counter_evidence()
+    against = "; ".join(f"{one.what}: {one.value}" for one in evidence)
+    return (
+        "Per batch: devices above idle, network by bytes, server, and embodied carbon. A cloud GPU does the same FLOPs "
+        f"at an MFU of {cards}, at PUE {facts.cloud_pue().value:g}, on the grid of most devices; its hosts and traffic "
+        f"are left out, which favors it. Published against training on phones ({evidence[0].source}): {against}."
     )
 
 
