@@ -73,7 +73,10 @@ build/rivals/ready: constraints.txt
 
 # needs root and iproute2
 bench-rivals: .venv/ready build/rivals/ready
-	$(BIN)/python -m benchmarks.rivals benchmarks/fleets/home4.csv --modes full lora
+	$(BIN)/python -m benchmarks.rivals $(addprefix benchmarks/fleets/,home4.csv mixed8.csv wifi4.csv) --models demo demo10 \
+		--modes full lora --systems cleave torch --cores 2 --wires bf16 q8 --steps 8 --budget 14 \
+		--only alone '4 stages, 8 micro-batches, bf16' '2 stages, 8 micro-batches, bf16' DT-FM --save benchmarks/results
+	$(BIN)/python -m benchmarks.rivals.summary benchmarks/results
 	$(BIN)/python -m benchmarks.recovery benchmarks/fleets/home4.csv --lora
 
 bench-scale: .venv/ready

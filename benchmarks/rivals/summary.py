@@ -51,15 +51,17 @@ def over_predicted(ours: Merged) -> str:
 def summary(cells: Sequence[tuple[str, list[Merged]]]) -> str:
     """Format all cells."""
     heads = [f"{name}, s | measured / predicted | over the best pipeline" for name in _OURS]
+    tried = {each.system for _, systems in cells for each in systems}
+    columns = [name for name in _COLUMNS if name in tried]
     lines = [
-        f"| fleet, model, mode | {' | '.join(heads)} | {' | '.join(_COLUMNS)} |",
-        f"|---|{'---|' * (3 * len(_OURS) + len(_COLUMNS))}",
+        f"| fleet, model, mode | {' | '.join([*heads, *columns])} |",
+        f"|---|{'---|' * (3 * len(_OURS) + len(columns))}",
     ]
     for name, systems in cells:
         found = {each.system: each for each in systems}
         pipelines = [found[each].median_s for each in _PIPELINES if each in found]
         ours = [_own(found.get(each), min(pipelines, default=None)) for each in _OURS]
-        lines.append(f"| {name} | {' | '.join([*ours, *(_rival(found, each) for each in _COLUMNS)])} |")
+        lines.append(f"| {name} | {' | '.join([*ours, *(_rival(found, each) for each in columns)])} |")
     return "\n".join(lines) + "\n"
 
 
