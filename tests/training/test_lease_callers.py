@@ -364,3 +364,19 @@ def test_a_recovery_that_is_interrupted_loses_nothing(monkeypatch: pytest.Monkey
         assert was_interrupted[0]
         for name, one in plain.state_dict().items():
             torch.testing.assert_close(saved[name], one, rtol=1e-3, atol=1e-3)
+
+
+# ------------------------------------------------------------------------------------------------ numbers
+
+
+def test_training_that_diverges_ends_in_nan_as_in_plain_torch() -> None:
+    def explode(step: int, model: nn.Module, optimizer: optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = group["weight_decay"] = 1e9 if step > 0 else 0.0
+
+    plain = make("llama")
+    expected = train(plain, OPTIMIZERS["sgd"](plain.parameters()), after_backward=explode)
+    assert np.isnan(expected[-1])
+    with leasing(Told(), "sgd") as (_, model, own):
+        losses = train(model, own, after_backward=explode)
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)

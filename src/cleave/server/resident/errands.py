@@ -31,7 +31,7 @@ from cleave.core.schedule.tasks import (
     TaskId,
     TasksSubmitted,
 )
-from cleave.errors import CleaveError, LeaseLost, WrongResult
+from cleave.errors import CleaveError, LeaseLost
 from cleave.protocol import messages
 from cleave.protocol.frames import Buffer
 from cleave.protocol.numbers import Matrix
@@ -88,8 +88,6 @@ class ErrandResults:
         assert isinstance(item, _Part)
         part = item.part
         values = np.frombuffer(cast("Buffer", item.payload), dtype="<f4")
-        if not np.isfinite(values).all():
-            raise WrongResult("numbers that are not finite")
         self.matrices[item.number][part.top : part.bottom, part.left : part.right] = values.reshape(
             part.rows, part.cols
         )
