@@ -111,7 +111,7 @@ def _shortest(
 ) -> Partition | None:
     """The shortest path through stages that keep within the limit."""
     units = tables["neither"].path_s.shape[1]
-    within = {ends: _within(table, limit_s) for ends, table in tables.items()}
+    within: dict[Ends, Floats] = {ends: _within(table, limit_s) for ends, table in tables.items()}
     # [items done, unit]: the shortest way through the others, with this unit or later ones
     length = np.full((items + 1, units + int(sizes.max())), inf)
     length[items] = 0.0
