@@ -35,7 +35,7 @@ from cleave.core.plan.step import StepChoice, choose_step, plan_step
 from cleave.errors import InfeasibleError
 
 _GBIT_BYTES = 1e9 / 8
-_A100_FLOPS_PER_S = 0.45 * 312e12
+_A100_FLOPS_PER_S = 0.47 * 312e12
 _SHARES = {"mixed": (0.6, 0.3, 0.1), "phones": (1.0, 0.0, 0.0), "laptops": (0.0, 1.0, 0.0)}
 _CLASSES = ("phone", "laptop", "budget phone")
 _SYNC_SHARES = (0.05, 0.15, 0.3, 0.4, 0.5, 0.65)

@@ -9,12 +9,12 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
+from cleave.core.carbon.facts import first_number
 from cleave.core.cost.rates import Server
 from cleave.core.plan.resident.stages import ColumnLimit
 from cleave.report.plain import plain_console
 from cleave.report.quantities import seconds, si
 
-_MFU = 0.45
 _GPU = "A100 SXM4"
 _GPU_MEMORY_BYTES = 80e9
 _TRAINING_BYTES_PER_PARAM = 16  # 16-bit weights and gradients, 32-bit master weights and two Adam moments
@@ -33,7 +33,11 @@ class CloudGpu:
 
 def cloud_gpu(cloud: Sequence[Mapping[str, str]]) -> CloudGpu:
     row = next(row for row in cloud if row["gpu"] == _GPU)
-    return CloudGpu(name=_GPU, peak_flops_per_s=float(row["fp16_dense_peak_tflops"]) * 1e12, utilisation=_MFU)
+    return CloudGpu(
+        name=_GPU,
+        peak_flops_per_s=float(row["fp16_dense_peak_tflops"]) * 1e12,
+        utilisation=first_number(row["typical_mfu"]),
+    )
 
 
 def say(line: str) -> None:
