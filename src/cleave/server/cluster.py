@@ -50,7 +50,6 @@ from cleave.server.gemm.product import Product
 from cleave.server.gemm.results import Checker, GemmResults, UncheckedResults
 from cleave.server.gemm.run import GemmRun
 from cleave.server.gemm.trial import ROUNDS_S, trial
-from cleave.server.layer_plans import SEARCHED_EVERY
 from cleave.server.operands import Tensor
 from cleave.server.planning import Planning, Snapshot
 from cleave.server.resident.activations import Batched
@@ -192,17 +191,16 @@ class Cluster:
         """Choose whether layers stay on devices for such a batch, and which devices hold them; asked once per batch."""
         self.check_open()
         choice = self.planning.choose_pass(work, local, must=must)
-        if work.is_trained and choice.is_resident and choice.plan is not None:
-            self._try_out(choice.plan)
+        if work.is_trained and choice.is_resident:
+            self._try_out()
         if work.is_trained:
             self._steps.planned(choice, local)
         return choice
 
-    def _try_out(self, plan: ResidentPlan) -> None:
+    def _try_out(self) -> None:
         """Measure the owner's new devices under load, beside a pass, so that the next one may let them keep weights.
 
         Measure those that take part in the pass, too: a device that mostly waits for its links looks faster than it is.
-        Measure again one that plans leave out, now and then: it may be better than believed, and no work would show it.
         If there are many, measure only the strongest, as a plan with leases has no more devices.
         """
         with self._lock:
@@ -212,15 +210,9 @@ class Cluster:
                 if member.level == "own" and member.name != STAND_IN
             ]
             strongest = sorted(own, key=lambda member: -member.flops.value)[:FEW]
-            for member in strongest:
-                member.left_out = 0 if member.name in plan.devices else member.left_out + 1
-            found = [
-                member
-                for member in strongest
-                if not (member.is_measured or member.is_tried) or member.left_out >= SEARCHED_EVERY
-            ]
+            found = [member for member in strongest if not (member.is_measured or member.is_tried)]
             for member in found:
-                member.is_tried, member.left_out = True, 0
+                member.is_tried = True
         for member in found:
             self._try_round(member, ROUNDS_S)
 

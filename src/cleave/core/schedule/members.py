@@ -190,8 +190,6 @@ class Member:
     """Whether its speed is known from work during this connection, not only from its claims."""
     is_tried: bool = False
     """Whether it was given work only to measure it."""
-    left_out: int = 0
-    """Consecutive passes in which it had no part, since it was last measured."""
     stalls: int = 0
     """Times that the others had to do without what the device owed; every _CLEARED_BY tasks clear one."""
     was_bad: bool = False
